@@ -390,7 +390,7 @@ class Program:
     def _new_plan(self, bindings: Bindings) -> StepPlan:
         together = self._on_error != RECOVER
         plan = StepPlan(self._program, bindings, self._transport, self._wire, self._at_once, together)
-        if plan.freed is not None:
+        if plan.memory.freed is not None:
             from .memory.proof import refuse_meeting  # which a job of a user does not need
 
             refuse_meeting(plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -24,6 +25,7 @@ from ..devices.device_memory import Block, Cell, DeviceMemory, Placed, memory_of
 from ..devices.devices import Devices, RequestedDevices, devices_from
 from ..errors import ArtifactError, UsageError
 from ..lookups.lookup import Lookup, Memory
+from ..program.flat_buffers import copy_runs
 from ..program.lifetimes import in_place_aliases
 from ..program.ort import give_back_freed
 from ..program.rank_file import RankFile, check_ports, read_rank_file
@@ -47,7 +49,7 @@ from ..updates.updater import RowUpdater, Updater
 from .memory.layout import lay_out
 from .state import State, check_same, make_state
 from .symbol_bindings import Binder
-from .targets.counts import TargetCounts
+from .targets.counts import TargetCounts, switches
 from .targets.workers import Workers
 
 
@@ -135,6 +137,23 @@ class RankProgram:
     arenas: Arenas
     rows: CacheRows | None = None
     """The rows of each cache that a step binds, if not all."""
+
+    @cached_property
+    def transient(self) -> list[str]:
+        """The values whose cells are of no use after a step, and hold memory that is not the step plan's."""
+        kinds = self.values.storage.items()
+        fleeting = (Storage.TENSOR, Storage.OBJECT)
+        return [name for name, kind in kinds if kind is Storage.INPUT or (kind in fleeting and name in self.outputs)]
+
+    @cached_property
+    def copies_at_once(self) -> dict[int, list[int]]:
+        """Maps the last of each run of copies to the run, which is one action."""
+        return {run[-1]: run for run in copy_runs(self.steps)}
+
+    @cached_property
+    def switches(self) -> int:
+        """How often a step goes from one target to another."""
+        return switches(self.targets.of_steps, self.steps)
 
     @property
     def rank(self) -> int:

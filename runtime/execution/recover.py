@@ -66,8 +66,8 @@ def attempt(
     write(buffer, offset, step, IDLE)
     if failure is None:
         return schedule.give(), None
-    for name in schedule.transient:
-        schedule.cells.pop(name, None)
+    for name in schedule.program.transient:
+        schedule.memory.cells.pop(name, None)
     return {}, failure
 
 
@@ -97,7 +97,7 @@ def _failure(schedule: StepPlan, position: int, index: int, error: Exception) ->
     refused = refused or (isinstance(step, Send) and isinstance(error, ValueError))
     if isinstance(step, Segment) or refused:
         # A collective on values of unknown shape, and a lookup, fail after their ranks have communicated.
-        met = isinstance(step, StartCollective | LookUp) and step.call.tag not in schedule.works
+        met = isinstance(step, StartCollective | LookUp) and step.call.tag not in schedule.collectives.works
         return Failure(max(map(_tag, program.steps[: index + met]), default=-1), text)
     if isinstance(error, RankError) and not isinstance(error, StepError):
         raise error
@@ -119,22 +119,22 @@ def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
     program, (index, action) = schedule.program, schedule.actions[at]
     match program.steps[index] if schedule.is_step(at) else None:
         case Copy() as copy:
-            if isinstance(schedule.cells.get(copy.source), Tensor | Remote):
+            if isinstance(schedule.memory.cells.get(copy.source), Tensor | Remote):
                 action()
             else:
-                schedule.cells.pop(copy.result, None)
+                schedule.memory.cells.pop(copy.result, None)
             return
         case Segment() as segment:
             for name in segment.outputs:
                 if program.values.storage[name] is Storage.SLOT:
-                    _refill(schedule.cells[name])
+                    _refill(schedule.memory.cells[name])
                 else:
-                    schedule.cells.pop(name, None)
+                    schedule.memory.cells.pop(name, None)
             return
         case Send() as send:
-            _provide(schedule, send.value, schedule.promises.get(send.tag), again)
-        case StartCollective() as begin if begin.call.tag in schedule.works:
-            work = schedule.works[begin.call.tag]
+            _provide(schedule, send.value, schedule.messages.promises.get(send.tag), again)
+        case StartCollective() as begin if begin.call.tag in schedule.collectives.works:
+            work = schedule.collectives.works[begin.call.tag]
             if begin.call.source and not isinstance(work, CoalescedCollective):
                 _provide(schedule, begin.call.source, work.gives_shape, again)
         case StartCollective() | LookUp() as begin:
@@ -146,17 +146,17 @@ def _stand_in(schedule: StepPlan, at: int, again: bool) -> None:
 
 def _provide(schedule: StepPlan, name: str, shape: tuple[int, ...] | None, again: bool) -> None:
     """Puts a stand-in in the place of a value to send, if the value is missing or does not have the promised shape."""
-    kind, value = schedule.program.values.storage[name], schedule.cells.get(name)
+    kind, value = schedule.program.values.storage[name], schedule.memory.cells.get(name)
     if kind in (Storage.SLOT, Storage.CONSTANT, Storage.INPUT):
         return
     dtype = dense(schedule.program.values.types[name])
     if shape is not None and dtype is not None:
         if not isinstance(value, Tensor) or value.shape != shape:
-            schedule.cells[name] = _fill(Tensor.empty(dtype, shape))
-    elif again or name not in schedule.cells:
+            schedule.memory.cells[name] = _fill(Tensor.empty(dtype, shape))
+    elif again or name not in schedule.memory.cells:
         head = schedule.program.values.types[name].partition("(")[0]
         other: Value = {"seq": [], "map": {}, "optional": None}.get(head, np.empty(0, object))
-        schedule.cells[name] = Tensor.empty(dtype, (0,)) if dtype else other
+        schedule.memory.cells[name] = Tensor.empty(dtype, (0,)) if dtype else other
 
 
 def _refill(cell: Cell) -> None:

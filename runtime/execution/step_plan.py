@@ -9,23 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
-from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array, Bytes
-from partc.runtime.artifact.tensors.tensor import Tensor, Value
+from partc.runtime.artifact.tensors.tensor import Value
 
-from ..artifact.format import CPU
-from ..communication.coalesced import CoalescedCollective
-from ..communication.collective import BoundCollective, CollectivePlan, nothing
-from ..communication.exchange import Redistribution
-from ..communication.transport import Request, Transport
-from ..devices.device_memory import Cell, Placed, Remote, move, on_host, part, shapes_of
+from ..communication.collective import nothing
+from ..communication.transport import Transport
+from ..devices.device_memory import Placed, move, shapes_of
 from ..errors import RankError
 from ..job.status_board import IDLE, SLOT, Board
-from ..program.flat_buffers import copy_runs
-from ..program.memory_plan import Lifetime
-from ..program.session_values import check_promise
 from ..program.steps import (
     Border,
     Copy,
@@ -39,21 +31,17 @@ from ..program.steps import (
     WaitCollective,
     WaitRecv,
 )
-from ..program.value_table import Storage
-from .collective_plans import plan_collectives, scratch_lifetimes, scratch_name
-from .memory.freed import PoisonFreed, fill, fills_freed
-from .memory.layout import arenas, at_sizes
+from .collective_plans import plan_collectives
+from .memory.freed import fill
+from .memory.layout import at_sizes
 from .memory.roles import ActionKind, Role
-from .moves import AtLarge, MessageCalls
+from .memory.step_memory import StepMemory
+from .moves import AtLarge, CollectiveCalls, MessageCalls
 from .rank_program import RankProgram
 from .symbol_bindings import Bindings
-from .targets.counts import switches
 from .targets.lanes import Accesses, Lanes, lanes_of
 from .targets.session_calls import SessionCalls
 from .targets.workers import Action
-
-Shape: TypeAlias = tuple[int, ...]
-BYTE = BY_NAME["uint8"]
 
 
 class StepPlan:
@@ -68,69 +56,44 @@ class StepPlan:
         at_once: frozenset[int] = frozenset(),
         together: bool = True,
     ) -> None:
-        self.program, self.values = program, program.values
-        self.bindings = bindings
+        self.program, self.transport, self.bindings = program, transport, bindings
         self.widest = bindings
         """The sizes for which its places were laid out."""
-        self.transport = transport
-        self.wire, self.at_once = wire, at_once
         symbols = program.binder.manifest.symbols
-        self.shapes = {name: at_sizes(shape, symbols, bindings) for name, shape in program.values.shapes.items()}
-        self.promises = {tag: at_sizes(shape, symbols, bindings) for tag, shape in program.messages.promises.items()}
-        self.works = plan_collectives(
-            program.steps, self.values, shapes_of(program.constants), self.promises, self.shapes, transport, wire
+        shapes = {name: at_sizes(shape, symbols, bindings) for name, shape in program.values.shapes.items()}
+        promises = {tag: at_sizes(shape, symbols, bindings) for tag, shape in program.messages.promises.items()}
+        works = plan_collectives(
+            program.steps, program.values, shapes_of(program.constants), promises, shapes, transport, wire
         )
-        self.cells: dict[str, Cell] = dict(program.constants)
-        self.shown: dict[str, Array] = {}
-        """Maps each output that stays in place to its memory as an array."""
-        self.sessions = SessionCalls(program, self.cells)
-        self.at_large = AtLarge(program, transport, wire, self.promises, self.cells)
-        # cells of no use after the step, which hold memory that is not the schedule's
-        self.transient = [
-            name
-            for name, kind in program.values.storage.items()
-            if kind is Storage.INPUT or (kind in (Storage.TENSOR, Storage.OBJECT) and name in self.program.outputs)
-        ]
-        self.requests: list[Request] = [None] * len(program.steps)
-        self.messages = MessageCalls(program, transport, wire, self.promises, self.cells, self.requests)
-        self.scratch: dict[tuple[int, str], Bytes] = {}
-        self.begun: dict[int, tuple[list[Request], Action | None]] = {}
-        self.last: dict[str, tuple[int, Shape]] = {}
-        self.actions: list[tuple[int, Action]] = []
+        self.memory = memory = StepMemory(program, shapes, works)
+        memory.cells.update(program.rows.places() if program.rows is not None else {})
         self.first_slot = program.rows.first if program.rows is not None else 0
         """The first of the slots whose rows of caches are bound, if a step binds only some."""
-        self.cells.update(program.rows.places() if program.rows is not None else {})
-        self.places: dict[int, int] = {}
-        self.beside = during_messages(program.steps, at_once)
-        self.runs = {run[-1]: run for run in copy_runs(program.steps)}
+        self.sessions = SessionCalls(program, memory.cells)
+        self.messages = MessageCalls(program, transport, wire, promises, memory)
+        self.at_large = AtLarge(program, transport, wire, promises, memory)
+        self.collectives = CollectiveCalls(self.messages, works, at_once)
+        self.actions: list[tuple[int, Action]] = []
         self.roles: list[Role] = []
-        self.switches = switches(program.targets.of_steps, program.steps)
-        self.lanes: Lanes | None = None
-        self.freed: PoisonFreed | None = None
+        self.places: dict[int, int] = {}
+        """Maps each step to its action."""
+        self.beside = during_messages(program.steps, at_once)
         lanes = lanes_of(program) if together else {}
-        lives = self.values.lifetimes(program.arenas.aliases, self.shapes)
-        lives += scratch_lifetimes(program.steps, self.works)
-        self.capacity = {life.name: life.bytes for life in lives}
-        waits = self._lay_out(lives)
-        accesses = Accesses(program, lanes, self.cells, lives, self.scratch) if lanes else None
-        self._plan(waits, accesses)
+        accesses = Accesses(program, lanes, memory.cells, memory.lives, memory.scratch) if lanes else None
+        self._plan(accesses)
+        self.lanes: Lanes | None = None
         if accesses is not None:
             self.lanes = Lanes(program, transport, self.actions, [accesses.of(role) for role in self.roles], len(lanes))
 
     def take(self, inputs: Mapping[str, Value]) -> None:
         """Binds the inputs of a step, and the rows of caches that it uses."""
         if (rows := self.program.rows) is not None and rows.first != self.first_slot:
-            self.cells.update(rows.places())
+            self.memory.cells.update(rows.places())
             self.sessions.bind_rows()
             self.first_slot = rows.first
-        if self.freed is not None:
-            self.freed.renew()
-        self.cells.update(inputs)
-        for name, value in inputs.items():
-            if isinstance(value, Tensor) and self.last.get(name) != (value.pointer, value.shape):
-                self.last[name] = (value.pointer, value.shape)
-                for binding, code, formal in self.sessions.readers.get(name, ()):
-                    binding.bind_input(formal, "cpu", 0, code, value.shape, value.pointer)
+        if self.memory.freed is not None:
+            self.memory.freed.renew()
+        self.sessions.bind_inputs(inputs)
 
     def run(self, inputs: Mapping[str, Value], board: Board, step: int, lent: bool = False) -> dict[str, Value]:
         """Executes the step; returns the outputs delivered to this rank, in memory of their own unless `lent`."""
@@ -163,63 +126,15 @@ class StepPlan:
             replaced = replacement.copies if self._may_replace() else []
             for kept, made in (*replaced, *replacement.always):
                 move(self.sessions.place(made), self.sessions.place(kept))
-        self.program.targets.counts.add_step(self.switches)
-        outputs = {name: self._delivered(name, lent) for name in self.program.outputs}
-        for name in self.transient:
-            del self.cells[name]
+        self.program.targets.counts.add_step(self.program.switches)
+        outputs = {name: self.memory.delivered(name, lent) for name in self.program.outputs}
+        for name in self.program.transient:
+            del self.memory.cells[name]
         return outputs
 
-    def _delivered(self, name: str, lent: bool) -> Value:
-        """Returns an output for the caller; memory that the next step overwrites is copied."""
-        if (array := self.shown.get(name)) is None:
-            value, kind = on_host(self.cells[name]), self.values.storage[name]
-            if not isinstance(value, Tensor):
-                return value
-            array = value.array()
-            if kind is Storage.TENSOR or value.dtype.bits < 8:
-                return array
-            if kind is Storage.SLOT and value is self.cells[name]:
-                self.shown[name] = array
-        return array if lent else array.copy()
-
-    def _lay_out(self, lives: Sequence[Lifetime]) -> dict[int, list[int]]:
-        """Gives every value of known shape its place in the arena; maps each step to the sends to wait for before it."""
-        targets, own = self.values.targets, self.program.arenas
-        planned = arenas(lives, targets, own.memories)
-        self.memory = memory = own.on_host(planned[CPU].bytes)
-        offsets = {name: at for one in planned.values() for name, at in one.offsets.items()}
-        blocks: dict[str, Placed] = {}
-        for target, there in own.memories.items():
-            block = own.on(target, planned[target].bytes)
-            blocks[target] = Remote(BYTE, (block.size,), block.pointer, there, block)
-        host = Tensor(BYTE, (memory.size,), memory)
-        self.arenas = {
-            target: (one.pointer, one.dtype.bytes_of(one.shape)) for target, one in {CPU: host, **blocks}.items()
-        }
-        if fills_freed():
-            places = {
-                life.name: part(blocks.get(targets.get(life.name, ""), host), offsets[life.name], BYTE, (life.bytes,))
-                for life in lives
-            }
-            self.freed = PoisonFreed(lives, places, [host, *blocks.values()])
-        self.offsets, self.blocks = offsets, {CPU: host, **blocks}
-        for name in self.shapes:
-            self.lay(name)
-        scratch = ((tag, side) for tag in self.works for side in ("in", "out"))
-        self.scratch = {key: memory[offsets[scratch_name(*key)] :] for key in scratch}
-        return planned[CPU].waits
-
-    def lay(self, name: str) -> None:
-        """Sets a value's place, for its current size."""
-        dtype = self.values.dtype(name)
-        buffer, at = self.values.flat_places.get(name, (name, 0))
-        place = self.program.arenas.aliases.get(buffer, buffer)
-        whole = self.blocks[self.values.targets.get(place, CPU)]
-        self.shown.pop(name, None)
-        self.cells[name] = part(whole, self.offsets[place] + dtype.bytes_of((at,)), dtype, self.shapes[name])
-
-    def _plan(self, waits: Mapping[int, Sequence[int]], accesses: Accesses | None) -> None:
-        unused, runs, sends = self.program.last_uses(), self.runs, dict[int, None]()
+    def _plan(self, accesses: Accesses | None) -> None:
+        waits, freed = self.memory.waits, self.memory.freed
+        unused, runs, sends = self.program.last_uses(), self.program.copies_at_once, dict[int, None]()
         for index, step in enumerate(self.program.steps):
             # what has left in a turn or a branch has arrived when it ends, and what left before it when it begins
             for earlier in [*sends] if isinstance(step, Border) else waits.get(index, ()):
@@ -240,8 +155,8 @@ class StepPlan:
             self._add(Role(ActionKind.STEPS, done), self._progressing(index, action))
             for one in done:
                 for name in unused.get(one, ()):
-                    self._add(Role(ActionKind.DROPPED, (index,), name), partial(self.cells.pop, name, None))
-                self._free(index, self.freed.after_step(one) if self.freed is not None else ())
+                    self._add(Role(ActionKind.DROPPED, (index,), name), partial(self.memory.cells.pop, name, None))
+                self._free(index, freed.after_step(one) if freed is not None else ())
         for index in sends:
             self._await_sent(index, len(self.program.steps))
 
@@ -250,7 +165,7 @@ class StepPlan:
             case Segment():
                 return self.sessions.segment(index)
             case Copy():
-                return self.sessions.copies(self.runs[index])
+                return self.sessions.copies(self.program.copies_at_once[index])
             case Send():
                 return self.messages.send(index, step)
             case PostRecv():
@@ -260,9 +175,9 @@ class StepPlan:
             case LookUp():
                 return self.at_large.look_up(step)
             case StartCollective():
-                return self._begin(index, step)
+                return self.collectives.begin(index, step, self.at_large)
             case WaitCollective():
-                return self._finish(step)
+                return self.collectives.finish(step)
             case Update():
                 return self._update(index)
             case Border():
@@ -279,8 +194,9 @@ class StepPlan:
 
     def _await_sent(self, index: int, now: int) -> None:
         """Waits for the messages that a step has sent, before the step `now`."""
-        self._add(Role(ActionKind.SENT, (index,)), self._complete(index))
-        self._free(index, self.freed.after_send(index, now) if self.freed is not None else ())
+        self._add(Role(ActionKind.SENT, (index,)), self.messages.sent(index))
+        freed = self.memory.freed
+        self._free(index, freed.after_send(index, now) if freed is not None else ())
 
     def _free(self, index: int, places: Iterable[tuple[str, Placed]]) -> None:
         for name, place in places:
@@ -306,106 +222,9 @@ class StepPlan:
 
     def _may_replace(self) -> bool:
         """Whether a step may change the state: the guard is finite, or there is none."""
-        return not (guard := self.program.replacement.guard) or bool(np.isfinite(self._tensor(guard).array()).all())
-
-    def _begin(self, index: int, step: StartCollective) -> Action:
-        call, work = step.call, self.works.get(step.call.tag)
-        if work is None:
-            return partial(self.at_large.collect, step)
-        if isinstance(work, Redistribution):
-            return partial(self._begin_redistribution, index, step, work)
-        if isinstance(work, CoalescedCollective):
-            sources, results = (
-                [self._tensor(name) for name in names] for names in (step.call.inputs, step.call.outputs)
-            )
-            packed, landing = self.scratch[step.call.tag, "out"], self.scratch[step.call.tag, "in"]
-            return self._begin_bound(
-                index, step, work.bind(sources, results, packed, landing, step.call.tag in self.at_once)
-            )
-        if call.source and self.values.storage[call.source] not in (Storage.SLOT, Storage.CONSTANT):
-            return partial(self._begin_anew, index, step, work)
-        return self._begin_bound(index, step, self._bound(step, work))
-
-    def _begin_bound(self, index: int, step: StartCollective, bound: BoundCollective) -> Action:
-        start, begun, tag = bound.start, self.begun, step.call.tag
-        if not step.call.outputs:
-            return partial(self._leave, index, bound)
-
-        def begin() -> None:
-            if bound.before:
-                bound.before()
-            begun[tag] = ([start()], bound.after)
-
-        return begin
-
-    def _bound(self, step: StartCollective, work: CollectivePlan) -> BoundCollective:
-        """Returns a collective bound to the current memory of its values."""
-        call = step.call
-        source = self._tensor(call.source) if call.source else None
-        if source is not None:
-            check_promise(call.source or "", source.shape, work.shape)
-        packed, landing = self.scratch[call.tag, "out"], self.scratch[call.tag, "in"]
-        result = self._tensor(call.result) if call.result else None
-        return work.bind(source, result, packed, landing, call.tag in self.at_once)
-
-    def _leave(self, index: int, bound: BoundCollective) -> None:
-        """Begins a collective without a result on this rank: like a send, it is waited for when its memory is needed."""
-        if bound.before:
-            bound.before()
-        self.requests[index] = bound.start()
-
-    def _begin_anew(self, index: int, step: StartCollective, work: CollectivePlan) -> None:
-        """Begins a collective whose input has another place each time."""
-        bound = self._bound(step, work)
-        if not step.call.outputs:
-            self._leave(index, bound)
-            return
-        if bound.before:
-            bound.before()
-        self.begun[step.call.tag] = ([bound.start()], bound.after)
-
-    def _begin_redistribution(self, index: int, step: StartCollective, work: Redistribution) -> None:
-        call = step.call
-        source = self._tensor(call.source) if call.source else None
-        if source is not None:
-            check_promise(call.source or "", source.shape, work.given or ())
-        result = self._tensor(call.result) if call.result else None
-        packed, landing = self.scratch[call.tag, "out"], self.scratch[call.tag, "in"]
-        leaving, coming, after = work.begin(source, result, packed, landing)
-        self.requests[index] = leaving
-        self.begun[call.tag] = (coming, after)
-
-    def _finish(self, step: WaitCollective) -> Action:
-        if step.call.tag not in self.works:
-            return nothing
-        wait, what, begun, tag = self.transport.wait, step.__str__, self.begun, step.call.tag
-
-        def finish() -> None:
-            requests, after = begun[tag]
-            for request in requests:
-                if request is not None:
-                    wait(request, what)
-            if after:
-                after()
-
-        return finish
-
-    def _complete(self, index: int) -> Action:
-        """Returns the function that waits for a send."""
-        step, wait, requests = self.program.steps[index], self.transport.wait, self.requests
-
-        def complete() -> None:
-            request = requests[index]
-            for one in request if isinstance(request, list) else (request,):
-                wait(one, step.__str__)
-            requests[index] = None
-
-        return complete
-
-    def _tensor(self, name: str) -> Tensor:
-        value = self.cells[name]
-        assert isinstance(value, Tensor), name
-        return value
+        return not (guard := self.program.replacement.guard) or bool(
+            np.isfinite(self.memory.tensor(guard).array()).all()
+        )
 
 
 def during_messages(steps: Sequence[Step], at_once: Collection[int]) -> set[int]:

@@ -89,7 +89,7 @@ class StepPlans:
         plan = self._make(room)
         if room != bindings and not resize(plan, bindings, self._ranges):
             plan = self._make(bindings)
-        for key in [key for key, other in self._plans.items() if other.memory is not plan.memory]:
+        for key in [key for key, other in self._plans.items() if other.memory.host is not plan.memory.host]:
             del self._plans[key]  # it would keep an arena beside the larger one
         if self.profiler is not None:
             self.profiler.watch(plan)
@@ -132,7 +132,8 @@ def resize(plan: StepPlan, bindings: Bindings, ranges: dict[frozenset[str], Size
     reach = ranges[changed]
     if reach is None:
         return False
-    shapes, promises = dict(plan.shapes), dict(plan.promises)
+    memory, own_promises = plan.memory, plan.messages.promises
+    shapes, promises = dict(memory.shapes), dict(own_promises)
     known: dict[Sequence[int | str], tuple[int, ...]] = {}  # most values of a step have one of few shapes
     for name in reach.names:
         shape = tuple(program.values.shapes[name] or ())
@@ -141,21 +142,22 @@ def resize(plan: StepPlan, bindings: Bindings, ranges: dict[frozenset[str], Size
         shapes[name] = known[shape]
     promises |= {tag: at_sizes(program.messages.promises[tag], symbols, bindings) for tag in reach.tags}
     works = plan_collectives(
-        reach.moved, plan.values, shapes_of(program.constants), promises, shapes, plan.transport, plan.wire
+        reach.moved, program.values, shapes_of(program.constants), promises, shapes, plan.transport, plan.messages.wire
     )
-    names = [name for name in shapes if shapes[name] != plan.shapes.get(name)]
+    names = [name for name in shapes if shapes[name] != memory.shapes.get(name)]
     aliases = program.arenas.aliases
-    needed = [(aliases.get(name, name), plan.values.dtype(name).bytes_of(shapes[name])) for name in names]
+    needed = [(aliases.get(name, name), program.values.dtype(name).bytes_of(shapes[name])) for name in names]
     needed += [(scratch_name(tag, "out"), work.packed) for tag, work in works.items()]
     needed += [(scratch_name(tag, "in"), work.landing) for tag, work in works.items()]
-    if not all(size <= plan.capacity[place] for place, size in needed):
+    capacity = {life.name: life.bytes for life in memory.lives}
+    if not all(size <= capacity[place] for place, size in needed):
         return False
     plan.bindings = bindings
-    plan.shapes.update(shapes)
-    plan.promises.update(promises)
-    plan.works.update(works)
+    memory.shapes.update(shapes)
+    own_promises.update(promises)
+    plan.collectives.works.update(works)
     for name in names:
-        plan.lay(name)
+        memory.lay(name)
     new = {*names}
     for index, own in reach.steps.items():
         step = program.steps[index]

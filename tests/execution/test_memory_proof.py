@@ -112,10 +112,10 @@ def test_members_of_an_update_that_lie_apart_are_found(
             one.group for some in plan.program.replacement.updates.values() for one in some if isinstance(one, Updater)
         ):
             for one, other in (names[:2] for names in (*group.operands, *group.outputs) if len(names) > 1):
-                kept = plan.cells[one], plan.cells[other]
-                plan.cells[one], plan.cells[other] = kept[::-1]
+                kept = plan.memory.cells[one], plan.memory.cells[other]
+                plan.memory.cells[one], plan.memory.cells[other] = kept[::-1]
                 assert any(f"'{other}' does not lie behind '{one}'" in line for line in meetings(plan))
-                plan.cells[one], plan.cells[other] = kept
+                plan.memory.cells[one], plan.memory.cells[other] = kept
                 count += 1
         assert list(meetings(plan)) == []
     assert count > 2

@@ -198,7 +198,7 @@ def refuse_meeting(plan: StepPlan) -> None:
 
 def meetings(plan: StepPlan) -> Iterator[str]:
     """Yields the faults in the memory of a step plan, a line for each two values that overlap."""
-    done = [effects_of(role, plan.program, plan.works) for role in plan.roles]
+    done = [effects_of(role, plan.program, plan.collectives.works) for role in plan.roles]
     after = list(at_the_end(plan.program))
     memory = _Memory(plan, [*done, *after])
     yield from _apart(plan)
@@ -226,7 +226,7 @@ class _Memory:
         loose = (
             name
             for name in names
-            if name not in spans and self.plan.values.storage.get(name) in (Storage.TENSOR, Storage.OBJECT)
+            if name not in spans and self.plan.program.values.storage.get(name) in (Storage.TENSOR, Storage.OBJECT)
         )
         self.count = len(ends)
         for name in loose:
@@ -236,7 +236,7 @@ class _Memory:
         self.held = [_NOBODY] * self.count
         self.writers: dict[int, str] = {}
         replaced = {record.next for record in plan.program.replacement.records}
-        storage = plan.values.storage
+        storage = plan.program.values.storage
         for name, place in self.places.items():
             if storage.get(name) is Storage.CONSTANT and name not in replaced:
                 self._put(place, place.held)
@@ -316,8 +316,9 @@ class _Memory:
         if not parts or place.begin >= len(self.addresses):
             return ""
         begin, end = self.addresses[parts[0]], self.addresses[parts[-1] + 1]
-        for target, (base, size) in self.plan.arenas.items():
-            if base <= begin < base + size:
+        for target, arena in self.plan.memory.blocks.items():
+            base = arena.pointer
+            if base <= begin < base + arena.dtype.bytes_of(arena.shape):
                 return f" bytes {begin - base} to {end - base} of the arena of {target}"
         return f" {end - begin} bytes outside of the arenas"
 
@@ -327,8 +328,8 @@ class _Memory:
         place: Cell | None
         if name in self.extra:
             place = self.extra[name]
-        elif plan.values.storage.get(name) in (Storage.SLOT, Storage.CONSTANT):
-            place = plan.cells.get(name)
+        elif plan.program.values.storage.get(name) in (Storage.SLOT, Storage.CONSTANT):
+            place = plan.memory.cells.get(name)
         else:
             return None
         if not isinstance(place, Tensor | Remote):
@@ -357,9 +358,9 @@ def _apart(plan: StepPlan) -> Iterator[str]:
 def _without_values(plan: StepPlan) -> dict[str, Placed]:
     """Returns memory that belongs to no value: the scratch of collectives, and the memory that is filled."""
     found: dict[str, Placed] = {freed_name(role.name): role.place for role in plan.roles if role.place is not None}
-    for tag, work in plan.works.items():
+    for tag, work in plan.collectives.works.items():
         for side, size in (("out", work.packed), ("in", work.landing)):
-            found[scratch_name(tag, side)] = Tensor(BY_NAME["uint8"], (size,), plan.scratch[tag, side][:size])
+            found[scratch_name(tag, side)] = Tensor(BY_NAME["uint8"], (size,), plan.memory.scratch[tag, side][:size])
     return found
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import BY_NAME, dense
-from partc.runtime.artifact.tensors.tensor import Tensor
+from partc.runtime.artifact.tensors.tensor import Tensor, Value
 
 from ...devices.device_memory import Cell, Placed, Remote, move, new_place
 from ...devices.devices import Device
@@ -31,7 +31,7 @@ class SessionCalls:
     """The sessions of a program over the cells of one step plan.
 
     `readers`: maps each input of the step to the bindings that read it, with its type and its name in each. `bindings`: maps steps that are
-    segments to their bindings. `bodies`: the borders of bodies.
+    segments to their bindings. `bound`: maps each input to the place and the shape that are bound. `bodies`: the borders of bodies.
     """
 
     def __init__(self, program: RankProgram, cells: dict[str, Cell]) -> None:
@@ -39,8 +39,18 @@ class SessionCalls:
         self.bodies = Bodies(program.values, cells)
         self.readers: dict[str, list[tuple[Binding, int, str]]] = {}
         self.bindings: dict[int, Binding] = {}
+        self.bound: dict[str, tuple[int, tuple[int, ...]]] = {}
         self.rows: list[tuple[Bind, str, str]] = []
         """For each use of the rows of a cache: the function that binds them, their name in the session, and their name in the program."""
+
+    def bind_inputs(self, inputs: Mapping[str, Value]) -> None:
+        """Takes the inputs of a step, and binds those whose place or shape is another one."""
+        self.cells.update(inputs)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and self.bound.get(name) != (value.pointer, value.shape):
+                self.bound[name] = (value.pointer, value.shape)
+                for binding, code, formal in self.readers.get(name, ()):
+                    binding.bind_input(formal, "cpu", 0, code, value.shape, value.pointer)
 
     def bind_rows(self) -> None:
         """Binds the rows of caches again, after other slots were chosen."""

@@ -286,7 +286,7 @@ def _details(plan: StepPlan, step: Step) -> Iterator[tuple[str, Any]]:
         yield "ranks", list(step.ranks)
         yield from _bytes(plan, step.call.value)
     elif isinstance(step, Copy):
-        yield from _bytes(plan, step.source if step.source in plan.shapes else step.result)
+        yield from _bytes(plan, step.source if step.source in plan.memory.shapes else step.result)
 
 
 def _module(step: Step) -> str:
@@ -300,7 +300,7 @@ def _module(step: Step) -> str:
 
 def _bytes(plan: StepPlan, name: str) -> Iterator[tuple[str, int]]:
     """Yields the bytes of a value, if its type and its shape at this plan's sizes are known."""
-    dtype, shape = dense(plan.values.types.get(name, "")), plan.shapes.get(name)
+    dtype, shape = dense(plan.program.values.types.get(name, "")), plan.memory.shapes.get(name)
     if dtype is not None and shape is not None and all(isinstance(dim, int) for dim in shape):
         yield "bytes", math.prod(int(dim) for dim in shape) * dtype.numpy.itemsize
 
