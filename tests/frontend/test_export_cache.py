@@ -46,16 +46,29 @@ generate: {slots: 2, length: 16, chunk: 4}
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def programs() -> list[Any]:
+    """What torch exported of the folder, for tests of what becomes of it: an export takes four seconds."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, programs: list[Any]) -> Iterator[Path]:
     """A place with a folder of bfloat16 weights, a plan, and the artifact of a compile that kept its export."""
-    root = tmp_path_factory.mktemp("kept")
+    root, export = tmp_path_factory.mktemp("kept"), torch.onnx.export
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        programs.append(export(*args, **kwargs))
+        return programs[-1]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.onnx, "export", remembered)
         patch.setenv("PARTC_CACHE", str(root / "cache"))
         _save(root / "llama", 0)
         (root / "plan.yaml").write_text(PLAN)
         report = _compile(root, "first")
         assert report.exported
         assert report.is_export_cached
+        patch.setattr(torch.onnx, "export", export)
         yield root
 
 
@@ -114,7 +127,7 @@ def test_weights_are_those_of_the_folder_now(kept: Path, tmp_path: Path) -> None
 
 
 def test_an_export_is_compared_once_whoever_kept_it(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kept: Path, programs: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compared = list[str]()
 
@@ -124,6 +137,7 @@ def test_an_export_is_compared_once_whoever_kept_it(
 
     monkeypatch.setenv("PARTC_CACHE", str(tmp_path))
     monkeypatch.setattr(compare_with_torch, "compare_with_torch", compare)
+    monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: programs[0])
     for wanted, count in ((False, 0), (False, 0), (True, 1), (True, 1), (False, 1)):
         source = load(kept / "llama", cache=True, compare=wanted)
         assert len(compared) == count
@@ -238,15 +252,15 @@ def test_two_that_keep_one_export_leave_a_whole_one(
 
 
 def test_an_export_of_a_folder_that_changes_meanwhile_is_not_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kept: Path, programs: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    _save(tmp_path / "llama", 0)
+    shutil.copytree(kept / "llama", tmp_path / "llama")
     monkeypatch.setenv("PARTC_CACHE", str(tmp_path / "cache"))
-    exporter, config = torch.onnx.export, tmp_path / "llama/config.json"
+    config = tmp_path / "llama/config.json"
 
-    def change(*args: Any, **kwargs: Any) -> Any:
+    def change(*_: Any, **__: Any) -> Any:
         config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 0.5}))
-        return exporter(*args, **kwargs)
+        return programs[0]
 
     monkeypatch.setattr(torch.onnx, "export", change)
     source = load(tmp_path / "llama", cache=True)

@@ -172,22 +172,22 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 @cache
-def encoders() -> dict[str, type]:
-    """The classes by name."""
+def encoders() -> list[str]:
+    """The names of their classes."""
     from transformers.models.auto import modeling_auto as auto
 
     mappings = (getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS)
     names = (name for mapping in mappings for name in mapping.values())
-    return {name: getattr(transformers, name) for name in (one if isinstance(one, str) else one[0] for one in names)}
+    return [*dict.fromkeys(one if isinstance(one, str) else one[0] for one in names)]
 
 
 @cache
-def families() -> dict[str, type]:
-    """By family its class: that of several kinds of configurations is one family."""
+def families() -> dict[str, str]:
+    """Maps families to the names of their classes, which several kinds of configurations share; importing all takes 7 s."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     end = "For(CausalLM|ConditionalGeneration)|(Model)?(With)?LMHead(Model)?$"
-    return {re.sub(end, "", name): getattr(transformers, name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    return {re.sub(end, "", name): name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
 
 
 def settings(config: type, special: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def settings(config: type, special: Mapping[str, Any] = MappingProxyType({})) ->
 def build(title: str) -> Any:
     """The model of a family with its random weights."""
     family, special = VARIANTS.get(title, (title, {}))
-    kind: Any = encoders().get(title) or families()[family]
+    kind: Any = getattr(transformers, title if title in encoders() else families()[family])
     torch.manual_seed(0)
     with quiet():
         special = {**FAMILIES.get(family, {}), **special}

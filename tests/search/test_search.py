@@ -241,7 +241,7 @@ def test_parameters_are_stored_where_nothing_else_fits(tmp_path: Path) -> None:
         request = Request(2, Fixed(), base, machine(), {}, memory=memory)
         stored = {some.stored for some in Search.of(one, "model.onnx", request).candidates}
         assert stored == ({False} if memory is None else {False, True})
-    given = {"ranks": 4, "train": TRAIN, "depth": 4, "width": 128, "fixed": Fixed(tp=1, dp=4, stages=1)}
+    given = {"ranks": 4, "train": TRAIN, "depth": 1, "width": 128, "fixed": Fixed(tp=1, dp=4, stages=1)}
     with pytest.raises(UsageError, match=r"needs as little; dp 4.*, stored") as refused:
         found(tmp_path, links(1e-7, 1e11), memory=1000, **given)  # type: ignore[arg-type]
     least = parse_bytes(str(refused.value).partition("\n")[0].rpartition(" needs ")[2])
