@@ -442,25 +442,28 @@ ABSENT = (
 
 
 ELSEWHERE = "python: Error while finding module specification for 'partc.cli.job' (ModuleNotFoundError: No module named 'partc')\n"
+NOT_BACK = "A daemon failed to report back after being spawned. This could\\nbe due to several factors\\n  Daemon exit status: "
 
 
 @pytest.mark.parametrize(
-    ("words", "help"),
+    ("words", "code", "is_lost", "help"),
     [
-        (ELSEWHERE, "each host needs Python and partc at the path of this one"),
-        (ROOT, "Open MPI refuses to run as root: use partc run -- --allow-run-as-root"),
-        (ABSENT, "each host needs Python and partc at the path of this one"),
+        (ELSEWHERE, 1, False, "each host needs Python and partc at the path of this one"),
+        (ROOT, 1, False, "Open MPI refuses to run as root: use partc run -- --allow-run-as-root"),
+        (ABSENT, 183, False, "each host needs Python and partc at the path of this one"),
+        (f"{NOT_BACK}127\\n", 127, False, "each host needs Python and partc at the path of this one"),
+        (f"{NOT_BACK}255\\n", 255, True, "the host was lost or cannot be reached"),
     ],
 )
 def test_a_launcher_that_starts_no_rank_is_told_with_the_remedy(
-    words: str, help: str, capfd: pytest.CaptureFixture[str]
+    words: str, code: int, is_lost: bool, help: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with RunDir(2) as run_dir:
-        command = ["sh", "-c", f"printf '%b' {shlex.quote(words)} >&2; exit 1"]
+        command = ["sh", "-c", f"printf '%b' {shlex.quote(words)} >&2; exit {code}"]
         outcome = supervise(
             command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals()
         )
-    assert outcome == Outcome(1)
+    assert outcome == Outcome(1, is_lost)
     assert f"help: {help}" in capfd.readouterr().err
 
 
