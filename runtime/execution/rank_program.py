@@ -152,7 +152,7 @@ class RankProgram:
 
     @cached_property
     def switches(self) -> int:
-        """How often a step goes from one target to another."""
+        """The changes of target in a step."""
         return switches(self.targets.of_steps, self.steps)
 
     @property

@@ -36,6 +36,7 @@ ALLOWED = {
     "compiler/sharding/*": MEANING,
     "compiler/lower/ring.py": PATTERNS,
     "compiler/nn/batching.py": MEANING,
+    "compiler/nn/layers.py": PATTERNS,
     "compiler/tasks/gradient_norm.py": PATTERNS,
     "compiler/lower/eight_bits.py": PATTERNS,
     "compiler/tasks/packed_sums.py": PATTERNS,

@@ -16,7 +16,7 @@ from partc.runtime import Program
 from partc.runtime.communication.collective import nothing
 from partc.runtime.execution import recover
 from partc.runtime.execution.memory import layout
-from partc.runtime.execution.moves import MessageCalls
+from partc.runtime.execution.moves import CollectiveCalls, MessageCalls
 from partc.runtime.execution.program import StepAgreement
 from partc.runtime.execution.step_plan import StepPlan
 from partc.runtime.execution.symbol_bindings import Binder
@@ -42,11 +42,11 @@ def _no_wait_for_a_receive(session: Session, patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_wait_for_a_collective(session: Session, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepPlan, "_finish", lambda self, step: nothing)
+    patch.setattr(CollectiveCalls, "finish", lambda self, step: nothing)
 
 
 def _no_wait_for_a_send(session: Session, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepPlan, "_complete", lambda self, index: nothing)
+    patch.setattr(MessageCalls, "sent", lambda self, index: nothing)
 
 
 def _memory_of_sends_is_shared(session: Session, patch: pytest.MonkeyPatch) -> None:

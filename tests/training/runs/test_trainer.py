@@ -89,7 +89,7 @@ def test_steps_of_several_sizes_share_their_memory(tmp_path: Path) -> None:
         assert slots
         for schedule in program._schedules.values():
             for name in slots:
-                tensor = schedule._tensor(name)
+                tensor = schedule.memory.tensor(name)
                 assert first <= tensor.pointer <= tensor.pointer + tensor.data.size <= last, name
 
     on_all(folder, 2, act)
