@@ -91,18 +91,16 @@ _ENDS: tuple[tuple[str, Callable[[re.Match[str]], RankEnd]], ...] = (
 _ON_EACH_HOST = (
     f"each host needs Python and partc at the path of this one, {sys.executable}; leave out a host without them"
 )
+_NOT_REACHED = "the host was lost or cannot be reached; each host needs Open MPI of the same version, and ports that are open between hosts"
 _LAUNCHER_HELP = (
     ("run as root", "Open MPI refuses to run as root: use partc run -- --allow-run-as-root, or run as another user"),
     ("access an executable", _ON_EACH_HOST),
     ("No module named partc", _ON_EACH_HOST),
     ("No module named 'partc", _ON_EACH_HOST),
     ("Daemon exit status: 127", _ON_EACH_HOST),  # a shell's code for a command that it does not find
-    (
-        "failed to report back",
-        "the host was lost or cannot be reached; each host needs Open MPI of the same version, and ports that are open between hosts",
-    ),
+    ("failed to report back", _NOT_REACHED),
 )
-"""Words of a launcher that started no rank, and the help for them. The last ones may be of a host that was lost."""
+"""Words of a launcher that started no rank, and the help for them; the first that fit count."""
 
 _FENCE = re.compile(r"^(-{60,}|={60,})$")
 _LINE = re.compile(
@@ -509,7 +507,7 @@ def _verdict(
     if rank is None or not 0 <= rank < run_dir.ranks:
         heard.show_launcher_output()
         failed(f"the launcher ended with exit code {code}, and no rank reported an error{heard.help() or inherited()}")
-        return Outcome(1, is_lost=_LAUNCHER_HELP[-1][1] in heard.help())
+        return Outcome(1, is_lost=_NOT_REACHED in heard.help())
     manner = f"ended with exit code {ended.code} and no message,"
     if ended.signal is not None:
         manner = f"was killed by signal {ended.signal}{_name(ended.signal)}"

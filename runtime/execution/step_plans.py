@@ -149,8 +149,7 @@ def resize(plan: StepPlan, bindings: Bindings, ranges: dict[frozenset[str], Size
     needed = [(aliases.get(name, name), program.values.dtype(name).bytes_of(shapes[name])) for name in names]
     needed += [(scratch_name(tag, "out"), work.packed) for tag, work in works.items()]
     needed += [(scratch_name(tag, "in"), work.landing) for tag, work in works.items()]
-    capacity = {life.name: life.bytes for life in memory.lives}
-    if not all(size <= capacity[place] for place, size in needed):
+    if not all(size <= memory.capacity[place] for place, size in needed):
         return False
     plan.bindings = bindings
     memory.shapes.update(shapes)

@@ -36,6 +36,8 @@ class StepMemory:
         """Maps each output that stays in place to its memory as an array."""
         own, targets = program.arenas, program.values.targets
         self.lives = program.values.lifetimes(own.aliases, shapes) + scratch_lifetimes(program.steps, works)
+        self.capacity = {life.name: life.bytes for life in self.lives}
+        """Maps each place to its bytes, in which values of smaller sizes fit."""
         planned = arenas(self.lives, targets, own.memories)
         self.waits = planned[CPU].waits
         self.host = own.on_host(planned[CPU].bytes)
