@@ -92,15 +92,27 @@ class _Recompute:
         self.listed = {event.tag: event for event in self.program.events}
 
     def in_step(self) -> list[Item]:
-        """The ops of all units, forward ones first, sorted by their depth: so all units repeat a region together."""
+        """The ops of all units, forward ones first, sorted by their depth: so all units repeat a region together.
+
+        An op has one depth on all units, the largest, so that a unit with more ops, such as the one that sums up the loss, has the same order.
+        """
+        depths = self.depths({})
+        same: dict[int, int] = {}
+        for item, depth in depths.items():
+            same[id(self.first(item))] = max(depth, same.get(id(self.first(item)), 0))
+        depths = self.depths(same)
+        return sorted(depths, key=lambda item: (self.first(item).task is not TaskKind.FORWARD, depths[item]))
+
+    def depths(self, least: Mapping[int, int]) -> dict[Item, int]:
+        """Maps each op to its depth: more than that of the ops before it on its units, and at least that in `least`, by the op's identity."""
         times = [0] * len(self.units)
-        order: dict[Item, tuple[bool, int]] = {}
+        depths: dict[Item, int] = {}
         for item in self.labels.order:
-            time = 1 + max(times[unit] for unit, _ in item)
+            time = max(1 + max(times[unit] for unit, _ in item), least.get(id(self.first(item)), 0))
             for unit, _ in item:
                 times[unit] = time
-            order[item] = self.first(item).task is not TaskKind.FORWARD, time
-        return sorted(order, key=order.__getitem__)
+            depths[item] = time
+        return depths
 
     def label(self, item: Item) -> Label:
         unit, at = item[0]

@@ -379,7 +379,7 @@ def other_shard(draft: Draft, one: bool) -> bool:
 
 
 def other_gradient(draft: Draft, one: bool) -> bool:
-    """An update reads the gradient of another parameter of the same shape."""
+    """An update reads the gradient of another module's parameter of the same shape; within a module only `verify` tells them apart."""
 
     def choose(nodes: Any) -> list[tuple[str, int, str]]:
         updates = [node for node in nodes if "adam" in node.op_type.lower() and node.input[0] in draft.units]
@@ -389,7 +389,7 @@ def other_gradient(draft: Draft, one: bool) -> bool:
             (node.name, 1, other.input[1])
             for node in updates
             for other in updates
-            if other is not node
+            if other.input[0].rpartition(".")[0] != node.input[0].rpartition(".")[0]
             and other.input[1] in there
             and shape_of(draft, other.input[0]) == shape_of(draft, node.input[0])
         ]

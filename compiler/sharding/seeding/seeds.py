@@ -162,8 +162,10 @@ class _Seeds:
         self._uses(region, done, fact, "name the linear, convolution or embedding itself")
 
     def _pull(self, region: RegionMatch) -> None:
-        """Shards the rows that a region's nodes look up over all ranks of their groups."""
-        instances = [one for one in self.instances(region.nodes) if self.choices[one].rule.looked_up]
+        """Shards the rows that a region's nodes look up over all ranks of their groups; a table of integers is index arithmetic."""
+        lookups = [one for one in self.instances(region.nodes) if self.choices[one].rule.looked_up]
+        kinds = {one: one.node.outputs[0].dtype for one in lookups}
+        instances = [one for one, kind in kinds.items() if kind is None or kind.is_floating_point()]
         for instance in instances:
             choice = self.choices[instance]
             choice.pulls = True

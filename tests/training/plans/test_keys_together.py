@@ -29,6 +29,8 @@ EQUAL = [
     ["stored", "packed", "float16", "stages"],
     ["replicas", "packed"],
     ["fold", "float16"],
+    ["fold", "pull"],
+    ["float16", "replicas", "recompute"],
     ["zero", "packed", "ring"],
 ]
 
