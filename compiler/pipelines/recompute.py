@@ -94,7 +94,7 @@ class _Recompute:
     def in_step(self) -> list[Item]:
         """The ops of all units, forward ones first, sorted by their depth: so all units repeat a region together.
 
-        An op has one depth on all units, the largest, so that a unit with more ops, such as the one that sums up the loss, has the same order.
+        An op has one depth on all units, the largest: a unit with more ops, such as the one that adds up the loss, has the same order.
         """
         depths = self.depths({})
         same: dict[int, int] = {}
@@ -104,7 +104,7 @@ class _Recompute:
         return sorted(depths, key=lambda item: (self.first(item).task is not TaskKind.FORWARD, depths[item]))
 
     def depths(self, least: Mapping[int, int]) -> dict[Item, int]:
-        """Maps each op to its depth: more than that of the ops before it on its units, and at least that in `least`, by the op's identity."""
+        """Maps each op to its depth: more than that of the ops before it on its units, and at least that in `least`, by identity."""
         times = [0] * len(self.units)
         depths: dict[Item, int] = {}
         for item in self.labels.order:
