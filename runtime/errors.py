@@ -69,6 +69,16 @@ def no_memory(reason: BaseException) -> str:
     return NO_MEMORY + (f": {text}" if text else "")
 
 
+def reason_of(error: BaseException) -> str:
+    """Returns what an error says of a file or an address: the system's words for an OSError, else its text.
+
+    Where memory ran out it raises the error again: that is no fault of the file, and a job may be started again.
+    """
+    if out_of_memory(error):
+        raise error
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
 class PartcError(Exception):
     """A failure with a message for the user: no traceback is shown for it."""
 

@@ -12,6 +12,7 @@ from partc.cli.commands.run import WithLauncherOptions, place_options, start
 from partc.cli.job.job import Job
 from partc.cli.server.settings import ServerSettings
 from partc.cli.text.tool_calls import FORMS
+from partc.runtime.errors import reason_of
 from partc.runtime.files import counted
 
 _RESTARTS = 5
@@ -24,7 +25,7 @@ def _key(value: str | None) -> str | None:
         try:
             value = counted.read_text(Path(value[1:]), _KEY_BYTES).partition("\n")[0].strip()
         except (OSError, ValueError) as error:
-            raise click.BadParameter(f"{value[1:]}: {error}") from None
+            raise click.BadParameter(f"{value[1:]}: {reason_of(error)}") from None
     if value is not None and not re.fullmatch(r"[!-~]+", value):
         raise click.BadParameter("the key is empty, or has letters other than those of ASCII without spaces")
     return value

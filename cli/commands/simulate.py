@@ -13,7 +13,7 @@ import click
 from partc.cli.commands.run import parse_sizes
 from partc.cli.output import console
 from partc.cli.output.table import Table
-from partc.runtime.errors import UsageError
+from partc.runtime.errors import UsageError, reason_of
 from partc.runtime.files.counted import SCHEDULE_BYTES, read_text
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def _text(rows: Path) -> str:
     except UnicodeDecodeError as error:
         fact = f"is not UTF-8 text: {error}"
     except OSError as error:
-        fact = error.strerror or str(error)
+        fact = reason_of(error)
     raise UsageError(f"{rows}: {fact}\n  help: give a text with the tasks of a rank a line, such as 0F0 0F1 0B0 0B1")
 
 

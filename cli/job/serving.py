@@ -24,7 +24,7 @@ from partc.cli.server.settings import ServerSettings
 from partc.cli.text.chat_template import end_of_text, find_chat_template
 from partc.cli.text.tokenizer import open_tokenizer, refuse_other_vocabulary
 from partc.cli.text.tool_calls import form_of
-from partc.runtime.errors import ArtifactError, InputError, PartcError, UsageError
+from partc.runtime.errors import ArtifactError, InputError, PartcError, UsageError, reason_of
 
 if TYPE_CHECKING:
     from partc.cli.server.bodies import Reader
@@ -271,7 +271,7 @@ def _connected(path: str) -> Link:
     try:
         end.connect(path)
     except OSError as error:
-        fact = f"rank 0 does not reach the server that has started it: {error.strerror}"
+        fact = f"rank 0 does not reach the server that has started it: {reason_of(error)}"
         help = "help: run rank 0 on the machine of `partc serve`, or start all ranks by your own launcher: mpiexec -n 2 partc serve"
         raise UsageError(f"{fact}\n  {help}") from None
     return Link(end)

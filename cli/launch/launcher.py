@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from partc.runtime.errors import UsageError
+from partc.runtime.errors import UsageError, reason_of
 from partc.runtime.files.counted import read_text
 
 _NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
@@ -168,7 +168,9 @@ def _slots_of(hosts: Hosts) -> dict[str, int]:
     try:
         lines = [] if hosts.file is None else read_text(hosts.file, _HOST_FILE).splitlines()
     except (OSError, ValueError) as error:
-        raise UsageError(f"--hostfile {hosts.file}: {error}\n  help: give a text file with a host a line") from None
+        raise UsageError(
+            f"--hostfile {hosts.file}: {reason_of(error)}\n  help: give a text file with a host a line"
+        ) from None
     lines = hosts.names.split(",") if hosts.names is not None else lines
     for line in lines:
         words = line.partition("#")[0].split()

@@ -22,7 +22,7 @@ from partc.runtime.artifact.format import SCHEDULE, dump_file
 from partc.runtime.artifact.manifest import Artifact
 from partc.runtime.artifact.tasks.rows import Row, row_of, stage_reads
 from partc.runtime.artifact.tasks.task import Kind
-from partc.runtime.errors import UsageError, one_line
+from partc.runtime.errors import UsageError, one_line, reason_of
 from partc.runtime.files.counted import PROFILE, read_json
 from partc.runtime.units import parse_duration
 from pydantic import BaseModel, ConfigDict, FailFast, Field, NonNegativeFloat, ValidationError
@@ -98,7 +98,7 @@ def read_profile(path: Path) -> Profile:
     try:
         profile = Profile.model_validate(read_json(path, PROFILE))
     except OSError as error:
-        raise UsageError(f"{path}: it {error.strerror}\n  help: use a file that --profile has written") from None
+        raise UsageError(f"{path}: it {reason_of(error)}\n  help: use a file that --profile has written") from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -253,7 +253,7 @@ def _document(path: Path) -> dict[str, object]:
     try:
         content = read_json(path, PROFILE)
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}\n  help: {_FORM}") from None
+        raise UsageError(f"{path}: {reason_of(error)}\n  help: {_FORM}") from None
     except ValueError as error:
         raise UsageError(f"{path}: it is not JSON: {error}\n  help: {_FORM}") from None
     if not isinstance(content, dict):

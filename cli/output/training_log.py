@@ -24,7 +24,7 @@ from partc.cli.output.training_stats import trained_tensors
 from partc.runtime.artifact.training.metric_formula import Confusion, Undefined, json_numbers
 from partc.runtime.artifact.training.train_settings import EarlyStop, LoopSettings
 from partc.runtime.checkpoint.index import steps
-from partc.runtime.errors import UsageError
+from partc.runtime.errors import UsageError, reason_of
 from partc.runtime.files.counted import PROGRESS, read_json
 from partc.runtime.files.replace import write_text
 from partc.runtime.files.writers import open_to_append
@@ -246,7 +246,7 @@ class TensorBoard:
         try:
             self._add, self.close = _writer(folder)
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = reason_of(error)
             raise UsageError(
                 f"--tensorboard {folder}: cannot be written: {reason}\n  help: give a folder that you may write"
             ) from None

@@ -32,7 +32,7 @@ from partc.cli.server.engine import Engine, State
 from partc.cli.server.link import MOST_BYTES
 from partc.cli.server.metrics import Metrics
 from partc.cli.server.settings import ServerSettings
-from partc.runtime.errors import UsageError
+from partc.runtime.errors import UsageError, reason_of
 
 _LAST_SECONDS = 2
 _LINE_SECONDS = 60
@@ -248,7 +248,7 @@ def _bound(host: str, port: int) -> socket.socket:
         ]
         listening = socket.socket(family, kind)
     except OSError as error:
-        raise UsageError(f"--host {host}: {error.strerror}\n  help: give an address of this machine") from None
+        raise UsageError(f"--host {host}: {reason_of(error)}\n  help: give an address of this machine") from None
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -256,6 +256,6 @@ def _bound(host: str, port: int) -> socket.socket:
         listening.setblocking(False)
     except OSError as error:
         listening.close()
-        fact = f"cannot listen on {host}, port {port}: {error.strerror}"
+        fact = f"cannot listen on {host}, port {port}: {reason_of(error)}"
         raise UsageError(f"{fact}\n  help: give another --port, or 0 for a free one") from None
     return listening

@@ -31,6 +31,7 @@ from partc.compiler.cost.machine import FALLBACK, MATMUL, Curve, Link, Machine, 
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.plan.document import Document, parse_document
 from partc.runtime.artifact.format import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from partc.runtime.errors import reason_of
 from partc.runtime.files.counted import SCHEDULE_BYTES, read_text
 from partc.runtime.units import (
     DURATIONS,
@@ -60,7 +61,7 @@ def read_machine(path: Path) -> Machine:
     except UnicodeDecodeError as error:
         raise CompileError(Problem(str(path), f"is not UTF-8 text: {error}", help=_HELP)) from None
     except OSError as error:
-        fact = error.strerror or str(error)
+        fact = reason_of(error)
         raise CompileError(Problem(str(path), f"the machine file cannot be read: {fact}", help=_HELP)) from None
     document = parse_document(text, str(path))
     reading = _Reading(document, [*document.problems])

@@ -35,7 +35,7 @@ from partc.compiler.frontend.preserved import preserving_operands
 from partc.compiler.frontend.torch.torch_file import restored
 from partc.compiler.ir.graph import NEWEST_OPSET, OWN_NAME, bodies, graphs_of, is_inside, nodes_of
 from partc.runtime.artifact.graph.onnx_graph import LARGEST_MODEL, graph_bodies, node_title, not_text, short_splits
-from partc.runtime.errors import breaks_lines, one_line
+from partc.runtime.errors import breaks_lines, one_line, reason_of
 from partc.runtime.files.counted import MOST_NODES
 from partc.runtime.files.regular import fault, read_regular
 from partc.runtime.garbage_collection import uncollected
@@ -133,7 +133,7 @@ def load_onnx(path: Path) -> ir.Model:
 
 def not_read(path: Path, error: OSError) -> Problem:
     """Returns the problem of a model's file that cannot be read."""
-    fact = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+    fact = "no such file" if isinstance(error, FileNotFoundError) else reason_of(error)
     return Problem(
         str(path), fact, help="pass the path of a model.py, a .onnx file or a folder of a model of transformers"
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import ClassVar, Self, TypeAlias
 
 from partc.compiler.errors import CompileError, Problem
+from partc.runtime.errors import reason_of
 from partc.runtime.files.regular import NotRegularError, read_regular
 from partc.runtime.options import Options
 from pydantic import PrivateAttr
@@ -77,9 +78,9 @@ def read_text(path: Path) -> str:
         fact, remedy = "no such plan file", "pass the path of a YAML file"
         raise CompileError(Problem(str(path), fact, help=remedy)) from None
     except OSError as error:
-        fact, remedy = f"the plan cannot be read: it {error.strerror}", "pass the path of a YAML file"
+        fact, remedy = f"the plan cannot be read: it {reason_of(error)}", "pass the path of a YAML file"
         if not isinstance(error, NotRegularError):
-            fact, remedy = f"the plan cannot be read: {error.strerror}", ""
+            fact, remedy = f"the plan cannot be read: {reason_of(error)}", ""
         raise CompileError(Problem(str(path), fact, help=remedy)) from None
     try:
         return raw.decode("utf-8-sig")

@@ -24,7 +24,7 @@ from partc.runtime.artifact.graph.onnx_graph import model_tensors, structure_of
 from partc.runtime.artifact.graph.rank_constants import bound
 from pydantic import ValidationError
 
-from ..errors import ArtifactError, breaks_lines, one_line
+from ..errors import ArtifactError, breaks_lines, one_line, reason_of
 from ..files import counted
 from ..files.counted import LISTED_RANKS, Budget
 from ..files.regular import fault, is_outside, open_regular, read_regular
@@ -168,7 +168,7 @@ class Artifact:
         try:
             return counted.read_text(self.folder / name, counted.SCHEDULE_BYTES)
         except OSError as error:
-            raise ArtifactError(f"{self.folder / name}: {error.strerror}\n  {_AGAIN}") from None
+            raise ArtifactError(f"{self.folder / name}: {reason_of(error)}\n  {_AGAIN}") from None
         except UnicodeDecodeError as error:
             raise ArtifactError(f"{self.folder / name}: is not UTF-8 text: {error}\n  {_AGAIN}") from None
 
@@ -231,7 +231,7 @@ def read_run_list(folder: Path, manifest: Manifest, program: str) -> RunList:
         fact = f"{'.'.join(map(str, wrong['loc'])) or 'the whole'}: {wrong['msg']}"
         raise ArtifactError(f"{title}: {fact}\n  {_AGAIN}") from None
     except OSError as error:
-        raise ArtifactError(f"{title}: {error.strerror}\n  {_AGAIN}") from None
+        raise ArtifactError(f"{title}: {reason_of(error)}\n  {_AGAIN}") from None
     except ValueError as error:
         raise ArtifactError(f"{title}: is not JSON: {error}\n  {_AGAIN}") from None
     if run_list.program != manifest.files[program].sha256:
@@ -276,7 +276,7 @@ def _manifest_file(folder: Path) -> tuple[ManifestFile, str]:
         text = read_regular(file, counted.MANIFEST.bytes)
         data = counted.parse_json(text, counted.MANIFEST)
     except OSError as error:
-        raise ArtifactError(f"{file}: {error.strerror}\n  {_AGAIN}") from None
+        raise ArtifactError(f"{file}: {reason_of(error)}\n  {_AGAIN}") from None
     except ValueError as error:
         raise ArtifactError(f"{file}: is not JSON: {error}\n  {_AGAIN}") from None
     if (b"\\" in text or not text.isascii()) and (found := _LINE_END.search(text)):

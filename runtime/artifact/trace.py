@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import UsageError, reason_of
 from ..files.counted import TRACE, parse_json
 from ..files.regular import open_regular
 
@@ -133,7 +133,7 @@ def read_trace(path: Path) -> Trace:
         with open_regular(path) as file:
             lines = file.read(TRACE.bytes + 1).split(b"\n")
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
+        raise UsageError(f"{path}: {reason_of(error)}") from None
     if not lines[0].startswith(b'{"displayTimeUnit": "ms", "otherData": {"producer": "partc"'):
         raise UsageError(
             f"{path}: not a trace of partc\n  help: partc run --profile x{SUFFIX}, or partc train, writes one"

@@ -19,7 +19,7 @@ from partc.runtime.artifact.tensors.boxes import Region, full_region, intersecti
 from partc.runtime.artifact.tensors.dtypes import Array
 from partc.runtime.artifact.tensors.safetensors_stream import STORED, read_header, tensor_in
 
-from ..errors import CheckpointError, DamagedError
+from ..errors import CheckpointError, DamagedError, reason_of
 from .index import EMA, FORMAT, CheckpointFile, CheckpointIndex, ShardRecord, TensorRecord
 from .newest import take_newest_intact
 from .ownership import region_of_rank
@@ -54,7 +54,7 @@ class Checkpoint(ShardFiles):
         try:
             header = read_header(path)
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
+            reason = reason_of(error)
             raise CheckpointError(
                 f"{path}: is not a safetensors file:  {reason}\n  help: give a whole .safetensors file"
             ) from None

@@ -29,7 +29,7 @@ from typing import Annotated, Literal
 from partc.runtime.artifact.format import Record, inside
 from partc.runtime.artifact.tensors.boxes import Region, overlap
 from partc.runtime.artifact.tensors.safetensors_stream import STORED, is_shape
-from partc.runtime.errors import CheckpointError, DamagedError
+from partc.runtime.errors import CheckpointError, DamagedError, reason_of
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
 from ..files.counted import CHECKPOINT_INDEX, parse_json
@@ -197,7 +197,7 @@ def _read(file: Path) -> bytes:
         return read_regular(file, CHECKPOINT_INDEX.bytes)
     except OSError as error:
         raise DamagedError(
-            [f"{file}: {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}"]
+            [f"{file}: {'is missing' if isinstance(error, FileNotFoundError) else reason_of(error)}"]
         ) from None
 
 

@@ -23,7 +23,7 @@ import weakref
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..errors import CheckpointError, printable
+from ..errors import CheckpointError, printable, reason_of
 
 try:
     import fcntl
@@ -72,7 +72,7 @@ class Lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(self._file, _OPEN, 0o666)
         except OSError as error:
-            fact = f"{self.folder}: no checkpoint can be written here: {error.strerror}"
+            fact = f"{self.folder}: no checkpoint can be written here: {reason_of(error)}"
             raise CheckpointError(f"{fact}\n  help: give a folder that you may write to") from None
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -12,7 +12,7 @@ from typing import Self
 from partc.runtime.artifact.tensors.dtypes import Bytes
 from partc.runtime.artifact.tensors.safetensors_stream import MappedFile, Stored, read_header
 
-from ..errors import DamagedError
+from ..errors import DamagedError, reason_of
 from .index import CheckpointIndex, ShardRecord, read_index
 
 
@@ -67,8 +67,7 @@ class ShardFiles:
             try:
                 self._opened[piece.file] = read_header(file, self.index.files[piece.file].header), MappedFile.of(file)
             except (OSError, ValueError) as error:
-                reason = error.strerror if isinstance(error, OSError) else error
-                raise DamagedError([f"{file}: {reason}"]) from None
+                raise DamagedError([f"{file}: {reason_of(error)}"]) from None
         header, mapped = self._opened[piece.file]
         stored = header.get(piece.key)
         if stored is None or (stored.dtype.shown, stored.shape) != (record.dtype, piece.region.shape):

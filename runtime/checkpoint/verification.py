@@ -27,7 +27,7 @@ from typing import Self
 
 from partc.runtime.artifact.tensors.safetensors_stream import PART, STORED
 
-from ..errors import DamagedError
+from ..errors import DamagedError, reason_of
 from ..files.regular import open_regular
 from ..job.machine import usable_cores
 from .shard_files import ShardFiles
@@ -63,7 +63,7 @@ class _Extent:
                         digest.update(view[:count])
                     left -= count
         except OSError as error:
-            return f"{self.file}: {self.what}: {error.strerror}"
+            return f"{self.file}: {self.what}: {reason_of(error)}"
         found = f"{crc:08x}" if short else digest.hexdigest()
         if found == self.written and not left:
             return ""

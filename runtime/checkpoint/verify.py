@@ -7,7 +7,7 @@ from pathlib import Path
 
 from partc.runtime.artifact.tensors.safetensors_stream import Stored, read_header
 
-from ..errors import CheckpointError, printable
+from ..errors import CheckpointError, printable, reason_of
 from ..files.regular import unlisted
 from .checkpoint import Checkpoint
 from .index import INDEX, CheckpointIndex, read_index
@@ -28,7 +28,7 @@ def verify(folder: Path) -> list[str]:
             try:
                 headers[name] = read_header(folder / name, record.header)
             except (OSError, ValueError) as error:
-                problems.append(f"{folder / name}: {error.strerror if isinstance(error, OSError) else error}")
+                problems.append(f"{folder / name}: {reason_of(error)}")
     if not problems:
         with Verification(checkpoint, thorough=True) as proof:
             problems = proof.problems()

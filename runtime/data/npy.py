@@ -22,6 +22,7 @@ from typing import IO, Any, Literal, cast
 
 import numpy as np
 from partc.runtime.artifact.tensors.dtypes import Array
+from partc.runtime.errors import reason_of
 
 from ..files.regular import open_regular
 from .memory import Memory
@@ -41,12 +42,10 @@ _READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 def reason(error: BaseException) -> str:
     """Returns a description of a file's problem for the user."""
-    text = str(error) or type(error).__name__
+    text = str(error)
     if "allow_pickle" in text or "Python objects" in text:
         return "it holds Python objects; save arrays of numbers or of text"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return text
+    return reason_of(error)
 
 
 def read_array(path: Path) -> Array:

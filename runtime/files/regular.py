@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterator
 from io import BufferedReader
 from pathlib import Path
 
+from ..errors import reason_of
+
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _SYSTEM_BYTES = 1 << 20
 _KINDS = (
@@ -44,7 +46,7 @@ def fault(path: str | Path) -> str:
     except FileNotFoundError:
         return "there is no such file"
     except OSError as error:
-        return error.strerror or str(error)
+        return reason_of(error)
     except ValueError as error:  # a name with a zero byte
         return str(error)
     return ""

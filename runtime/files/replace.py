@@ -27,7 +27,7 @@ from io import BufferedRandom
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import PartcError, UsageError
+from ..errors import PartcError, UsageError, reason_of
 from .regular import kind_of
 from .writers import NO_LINK, new_file
 
@@ -123,7 +123,7 @@ def write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None or not (error.filename is None or _concerns(os.fsdecode(error.filename), path)):
             raise
-        fact = error.strerror or str(error)
+        fact = reason_of(error)
         before = "; what was there is unchanged" if os.path.lexists(path) else ""
         help = "make room on the disk" if error.errno in _FULL else "give a place that you may write to"
         raise WriteError(f"{path}: cannot be written: {fact}{before}\n  help: {help}") from error

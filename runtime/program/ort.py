@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias, cast
 from partc.runtime.artifact.tensors.dtypes import BY_NAME, Array
 
 from ..devices.devices import HOST, Device
+from ..errors import reason_of
 
 Bind: TypeAlias = Callable[[str, str, int, int, tuple[int, ...], int], None]
 """The arguments: name, device, device number, ONNX number of the element type, shape, address."""
@@ -213,7 +214,7 @@ def can_load(model: bytes, folder: str, *, optimized: bool) -> str:
         if model:
             quiet_session(model, folder, optimized=optimized, entries={"session.disable_prepacking": "1"})
     except Exception as error:
-        return str(error)
+        return reason_of(error)
     return ""
 
 

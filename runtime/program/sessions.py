@@ -21,7 +21,7 @@ from partc.runtime.artifact.tensors.stored_weight import is_in_another_file, num
 
 from ..artifact.format import DOMAIN, FACTORS, TASKS
 from ..devices.devices import HOST, Device, Devices
-from ..errors import NO_MEMORY_HELP, ArtifactError, speaks_of_memory
+from ..errors import NO_MEMORY_HELP, ArtifactError, reason_of, speaks_of_memory
 from .kernels import refuse_moved_to_host, refuse_without_kernel
 from .ort import NO_FALLBACK, Session, new_session, version
 from .rank_file import RankFile
@@ -187,7 +187,7 @@ class Builder:
         except Exception as error:
             if not device.is_host:
                 refuse_without_kernel(self.where, device, data, entries, segment.nodes)
-            text = _plain(str(error))
+            text = _plain(reason_of(error))
             named = (op_and_path(node) for node in segment.nodes if node.name and f"({node.name})" in text)
             raise ArtifactError(
                 f"{self.where}: onnxruntime {version()} does not load {next(named, str(segment))}: {text}\n"

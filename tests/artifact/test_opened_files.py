@@ -226,3 +226,41 @@ SOUND = [
 @pytest.mark.parametrize("text", SOUND)
 def test_what_takes_an_open_stream_opens_nothing(text: str) -> None:
     assert not list(calls_that_open(text))
+
+
+def test_memory_that_runs_out_is_no_fault_of_a_file() -> None:
+    """What an OSError says becomes a text by `reason_of` alone, which raises it again where memory ran out."""
+    kept = {
+        "reasons of what is left out": {
+            "cli/doctor/machine.py",
+            "runtime/communication/mpi.py",
+            "runtime/training/copies.py",
+        }
+    }
+    kept["raised again, or printed last"] = {
+        "runtime/errors.py",
+        "cli/output/failures.py",
+        "runtime/artifact/tensors/safetensors_stream.py",
+    }
+    kept["collected from all ranks"] = {"runtime/generation/generator.py", "runtime/checkpoint/save.py"}
+    kept["a cache that is not kept"] = {"compiler/frontend/huggingface/export_cache.py"}
+    found = set[str]()
+    for folder in ("cli", "compiler", "runtime"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if not isinstance(node, ast.ExceptHandler) or node.name is None or node.type is None:
+                    continue
+                caught = {one.id for one in ast.walk(node.type) if isinstance(one, ast.Name)}
+                if "OSError" in caught and any(_is_text_of(one, node.name) for one in ast.walk(node)):
+                    found.add(path.relative_to(ROOT).as_posix())
+    assert found <= set[str]().union(*kept.values())
+
+
+def _is_text_of(node: ast.AST, name: str) -> bool:
+    """Whether an expression is the text of an error: `f"{error}"`, `str(error)` or `error.strerror`."""
+    match node:
+        case ast.FormattedValue(value=ast.Name(id=one)) | ast.Attribute(value=ast.Name(id=one), attr="strerror"):
+            return one == name
+        case ast.Call(func=ast.Name(id="str"), args=[ast.Name(id=one)]):
+            return one == name
+    return False

@@ -1,5 +1,6 @@
 """Data that promise more than they have, or more than memory may take, are refused before anything is allocated for them."""
 
+import errno
 import gzip
 import io
 import os
@@ -16,12 +17,13 @@ import pytest
 from artifact_edit import chain_manifest
 from partc.cli.commands.run import byte_count
 from partc.cli.job.inputs import open_inputs
+from partc.cli.output.failures import described
 from partc.runtime.artifact.format import Manifest, Port
 from partc.runtime.artifact.training.data_spec import Spec
 from partc.runtime.data.dataset import open_data
 from partc.runtime.data.files import open_field, open_fields, open_value
 from partc.runtime.data.memory import Memory, default_bytes
-from partc.runtime.errors import UsageError
+from partc.runtime.errors import NO_MEMORY, UsageError
 
 MOST, PEAK = 1 << 20, 16 << 20
 
@@ -221,3 +223,21 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path) -> None:
             told.append(str(error))
     assert 100 < len(told) < 400
     assert all(str(tmp_path) in one for one in told)
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.npz"])
+def test_memory_that_runs_out_is_no_fault_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A rank that has no memory to open its data ends as it does anywhere else, so that `--restarts` starts the job again."""
+    path = tmp_path / name
+    np.save(path, np.zeros(4)) if name == "x.npy" else np.savez(path, x=np.zeros(4))
+
+    def without_memory(path: Path) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path))
+
+    monkeypatch.setattr("partc.runtime.data.npy.open_regular", without_memory)
+    with pytest.raises(OSError, match=str(path)) as raised:
+        open_field("x", path if name == "x.npy" else Path(f"{path}:x"), memory=Memory(MOST))
+    code, text = described(raised.value)
+    assert (code, text.partition("\n")[0].startswith(NO_MEMORY)) == (1, True)

@@ -33,7 +33,7 @@ from partc.compiler.frontend.huggingface.safetensors_files import CONFIG, InFile
 from partc.compiler.frontend.inputs import Spec
 from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
-from partc.runtime.errors import PartcError
+from partc.runtime.errors import PartcError, reason_of
 from partc.runtime.files.regular import read_regular
 from partc.runtime.files.replace import remove_file, replacing
 
@@ -223,7 +223,7 @@ def refusal(folder: Path) -> str:
     try:
         found = folder.stat()
     except OSError as error:
-        return f"the export is not kept: {folder}: {error.strerror}"
+        return f"the export is not kept: {folder}: {reason_of(error)}"
     if hasattr(os, "getuid") and found.st_uid != os.getuid():
         return f"the export is not kept: {folder} is another user's; PARTC_CACHE names another folder"
     if os.name == "posix" and found.st_mode & _OTHERS_WRITE:

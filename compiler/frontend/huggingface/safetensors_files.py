@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from partc.compiler.errors import CompileError, Problem
 from partc.runtime.artifact.tensors.safetensors_stream import Stored, read_header
+from partc.runtime.errors import reason_of
 from partc.runtime.files.regular import fault, read_regular
 from partc.runtime.spellings import nearest
 
@@ -48,7 +49,7 @@ def read_object(path: Path, where: str) -> dict[str, object]:
     except FileNotFoundError:
         raise CompileError(Problem(where, "no such file")) from None
     except OSError as error:
-        raise CompileError(Problem(where, error.strerror or str(error))) from None
+        raise CompileError(Problem(where, reason_of(error))) from None
     except (ValueError, RecursionError) as error:
         raise CompileError(Problem(where, f"is not JSON: {error}", help=_AGAIN)) from None
     if not isinstance(content, dict):
@@ -114,6 +115,6 @@ def tensors_of(path: Path, where: str) -> dict[str, InFile]:
     try:
         return {name: InFile(file, stored) for name, stored in read_header(file).items()}
     except OSError as error:
-        raise CompileError(Problem(where, error.strerror or str(error))) from None
+        raise CompileError(Problem(where, reason_of(error))) from None
     except ValueError as error:
         raise CompileError(Problem(where, f"is not a sound safetensors file: {error}", help=_AGAIN)) from None

@@ -30,7 +30,7 @@ from partc.runtime.artifact.tasks.microbatches import LAW, other_counts
 from partc.runtime.artifact.tasks.rows import Row, rows_of_text
 from partc.runtime.artifact.tasks.task import Kind, Task, marked
 from partc.runtime.checker.subject import Subject
-from partc.runtime.errors import ArtifactError, Violation
+from partc.runtime.errors import ArtifactError, Violation, reason_of
 from partc.runtime.files.counted import SCHEDULE_BYTES, read_text
 
 _ONCE = "every function is called once for each microbatch"
@@ -78,7 +78,7 @@ def check_rows(subject: Subject) -> Iterator[Violation]:
             read = rows_of_text(read_text(subject.folder / text, SCHEDULE_BYTES))
             count, stated = read.microbatches, read.rows
         except (ArtifactError, OSError, UnicodeDecodeError) as error:
-            yield Violation(text, str(error), help=_AGAIN)
+            yield Violation(text, reason_of(error), help=_AGAIN)
     wrong = [violation for one in files for violation in _row_violations(one, count)]
     yield from wrong
     if wrong:

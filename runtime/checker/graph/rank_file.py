@@ -18,7 +18,7 @@ from partc.runtime.checker.graph.kinds import without_known
 from partc.runtime.checker.graph.types import as_plain_onnx
 from partc.runtime.checker.graph.uniform_rows import KEPT, is_uniform
 from partc.runtime.checker.subject import SingleFile, Subject
-from partc.runtime.errors import ArtifactError, Violation
+from partc.runtime.errors import ArtifactError, Violation, reason_of
 from partc.runtime.files.counted import MOST_NODES
 
 _AGAIN = "compile the model again"
@@ -33,7 +33,7 @@ def read_rank(subject: Subject, firsts: dict[bytes, SingleFile]) -> list[Violati
     try:
         model = read_model(subject.folder / file)
     except OSError as error:
-        return [Violation(file, f"it {error.strerror}", help=_AGAIN)]
+        return [Violation(file, f"it {reason_of(error)}", help=_AGAIN)]
     except DecodeError as error:
         return [Violation(file, f"it is not an ONNX file: {error}", help=_AGAIN)]
     if (count := len(model.graph.node) + sum(len(function.node) for function in model.functions)) > MOST_NODES:

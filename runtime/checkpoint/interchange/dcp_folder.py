@@ -17,7 +17,7 @@ from typing import Any
 from partc.runtime.files.regular import is_outside, open_regular, read_regular
 from partc.runtime.files.replace import replacing_together
 
-from ...errors import CheckpointError, UsageError
+from ...errors import CheckpointError, UsageError, reason_of
 from .torch_file import TorchFile, parsed, torch_module
 
 METADATA = ".metadata"
@@ -79,7 +79,7 @@ def read_dcp(folder: Path) -> TorchFile:
         EOFError,
         pickle.UnpicklingError,
     ) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = reason_of(error).splitlines()[0]
         raise CheckpointError(
             f"{folder}: cannot be read as a checkpoint of torch.distributed without running code: {reason}\n"
             "  help: save tensors and plain data alone, by torch.distributed.checkpoint.save"
