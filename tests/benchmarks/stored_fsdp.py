@@ -12,7 +12,8 @@ are units here.
     gradients         the same of gradients that are not reduced yet
     RSS               the most memory of rank 0 from before the weights are read to the end, with optimizer, activations and messages
     gathers           AllGathers of a step, and the formula: two for each unit that both passes read, but one for the first that the
-                      backward pass reads, and one for each table
+                      backward pass reads, and one for each table; a parameter that is cut along another dim than its first has messages
+                      of its own
     CPU               user seconds of all ranks for a step, the median of the turns, in which the sides alternate
 
 The interpreter has torch, and transformers for Llama and Mixtral.
@@ -153,16 +154,19 @@ def counted(build: Path, sizes: dict[str, int]) -> dict[str, Any]:
         spans = [(one.born, max([one.died, *one.sends]), one.bytes) for one in own]
         return max((sum(b for begin, end, b in spans if begin <= at <= end) for at in range(len(actions))), default=0)
 
-    tables = sum(one.gathers == 1 for one in stored.units[:-1])
-    both = len(stored.units) - tables
     freed = stored.units[-2].freed
+    alone = {node.input[0] for node in by_op["AllGather"] if any(one.name == "axis" and one.i for one in node.attribute)}
+    formula = 0
+    for one in stored.units:  # a table, which only the forward pass reads, and the last unit are gathered once
+        messages = len(alone & {*one.tensors}) + bool({*one.tensors} - alone)
+        formula += messages * (2 if freed and one is not stored.units[-1] and one.gathers > messages else 1)
     return {
         "stated": max(one.bytes for one in stored.peaks),
         "gathered": most(gathered),
         "gradients": most(gradients),
         "gathers": len(gathers),
         "scatters": sum(one.op == "ReduceScatter" for one in manifest.collectives),
-        "formula": (2 * both - 1 if freed else both) + tables,
+        "formula": formula,
         "units": len(stored.units),
     }
 
