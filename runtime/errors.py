@@ -21,6 +21,8 @@ NO_MEMORY_HELP = (
 _NO_MEMORY = re.compile(
     "bad.alloc|failed to allocate|out of (?:dynamic )?memory"
     "|(?:cannot|can't|could not|unable to) allocate|failed to map segment|can't start new thread"
+    # OpenBLAS and Rust, which end the process
+    "|memory allocation (?:still |of [0-9]+ bytes )?failed|too many memory regions|pthread_create failed"
     # what CPython and onnxruntime say later, after an allocation has failed
     "|error return without exception set|Trying to add a domain to DomainToVersion map",
     re.IGNORECASE,

@@ -155,7 +155,9 @@ def counted(build: Path, sizes: dict[str, int]) -> dict[str, Any]:
         return max((sum(b for begin, end, b in spans if begin <= at <= end) for at in range(len(actions))), default=0)
 
     freed = stored.units[-2].freed
-    alone = {node.input[0] for node in by_op["AllGather"] if any(one.name == "axis" and one.i for one in node.attribute)}
+    alone = {
+        node.input[0] for node in by_op["AllGather"] if any(one.name == "axis" and one.i for one in node.attribute)
+    }
     formula = 0
     for one in stored.units:  # a table, which only the forward pass reads, and the last unit are gathered once
         messages = len(alone & {*one.tensors}) + bool({*one.tensors} - alone)

@@ -176,6 +176,14 @@ def caused(cause: Exception, error: Exception) -> Exception:
         ),
         (ImportError("x.so: failed to map segment from shared object"), "no memory is left: ImportError: x.so: failed"),
         (RuntimeError("std::bad_alloc"), "no memory is left: RuntimeError: std::bad_alloc"),
+        (
+            RuntimeError("OpenBLAS error: Memory allocation still failed"),
+            "no memory is left: RuntimeError: OpenBLAS error",
+        ),
+        (
+            RuntimeError("memory allocation of 48 bytes failed"),
+            "no memory is left: RuntimeError: memory allocation of 48",
+        ),
         (RuntimeError("can't start new thread"), "no memory is left: RuntimeError: can't start new thread"),
         (
             caused(MemoryError("9 GB"), CompileError(Problem("m.onnx", "is not a valid ONNX model"))),
