@@ -6,7 +6,8 @@ one origin:
 
     weight, state    the tensor that it is
     constant         its numbers
-    value            the node that makes it, and the output of that node: reshards, messages and collectives do not change the origin
+    value            the node that makes it, and the output of that node: reshards, messages and collectives do not change the origin,
+                     nor does a Cast of a value in 16 bits for a kernel in 32
     input            its name
 
 Operands that depend on sizes may differ if the sizes of the node's operands and results do: constants of integers, such as the target of a
@@ -160,6 +161,8 @@ _RESHARDS = frozenset({"Concat", "Pad", "Slice", "Split", "Where"})
 _COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 """The only ops of shape arithmetic that are the same on all ranks, such as those of a mask: their operands may be computed differently."""
 _CUT, _SPAN = re.compile(r"^(.*)\[([\d:, ]+)\]$"), re.compile(r"(\d+):(\d+)")
+_READ = re.compile(r"\.read'*$")
+"""The end of the name of a value in 16 bits that is widened for kernels in 32."""
 _TASK, _REPEATED = re.compile(r"\.[FBW]\d+$"), re.compile(r"\.recomputed$")
 _VALUE, _INPUT = "value", "input"
 _MOST_HOPS = 8
@@ -332,6 +335,12 @@ def _moved(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
     return [(*origin, at) if microbatches else origin for at in range(len(node.output))]
 
 
+def _widened(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
+    """Returns the operand's origin for a Cast to float32 that several nodes read, which has the path of a rank's first reader."""
+    name, path = _name_and_path(node)
+    return read if _READ.search(name) and name != path else _computed(node, read)
+
+
 def _literal(node: NodeProto, read: Sequence[Origin]) -> Sequence[Origin]:
     texts = (one.t if one.HasField("t") else one for one in node.attribute)
     return [next(map(_numbers, texts), (CONSTANT, 0))]
@@ -345,6 +354,7 @@ _RULES: Mapping[tuple[str, str], Callable[[NodeProto, Sequence[Origin]], Sequenc
     # zeros of a rank without a part in a collective; sizes of shards, for which ranks may ask other values
     **dict.fromkeys((("", "ConstantOfShape"), ("", "Shape"), ("", "Size")), _unknown),
     **dict.fromkeys((("", "Identity"), ("", "Expand")), lambda node, read: read[:1]),
+    ("", "Cast"): _widened,
     ("", "Constant"): _literal,
     **{("", op): _moved for op in _RESHARDS},
 }
