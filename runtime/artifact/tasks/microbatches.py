@@ -66,7 +66,8 @@ def other_counts(row: Row, model: ModelProto, count: int, manifest: Manifest) ->
     splits = {name: node for node in nodes if node.op_type == "Split" and not node.domain for name in node.output}
     given = {port.name for port in model.graph.input} - kept
     parts = {name for name in _splits_read(row) if name in splits and (count > 1 or splits[name].input[0] in given)}
-    for node in {id(splits[name]): splits[name] for name in sorted(parts)}.values():
+    split_apart = {id(splits[name]): splits[name] for name in sorted(parts)}
+    for node in split_apart.values():
         stated = integer_of(node, "num_outputs", len(node.output))
         if stated != len(node.output):
             yield f"'{node.input[0]}' is split into {len(node.output)} parts, and its num_outputs is {stated}"
@@ -76,14 +77,14 @@ def other_counts(row: Row, model: ModelProto, count: int, manifest: Manifest) ->
         name: (call.node.op_type, k, call.microbatch) for call in row.calls for k, name in enumerate(call.node.output)
     }
     parts_made |= {
-        name: (id(node), 0, k) for node in splits.values() for k, name in enumerate(node.output) if name in parts
+        name: (id(node), 0, k) for node in split_apart.values() for k, name in enumerate(node.output) if name in parts
     }
     joined: dict[str, NodeProto] = {}
     for node in nodes:
         if node.op_type not in _JOINS or node.domain:
             continue
         of = [parts_made[name] for name in node.input if name in parts_made]
-        source = next((one[:2] for one in of if sum(other[:2] == one[:2] for other in of) > 1), None)
+        source = next((place for place, times in Counter(one[:2] for one in of).items() if times > 1), None)
         if source is None:
             continue
         joined[node.output[0]] = node
