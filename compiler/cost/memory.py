@@ -423,7 +423,7 @@ class _Program:
         self.promises = {tag: at_sizes(shape, self.symbols, sizes) for tag, shape in promises.items()}
         self._bound_lookups()
         if generation is not None:
-            self.of.close(generation.length if begins else generation.length + generation.chunk - 1)
+            self.of.close(generation.first_entries(generation.length) if begins else generation.room_for_entries)
 
     def weights(self) -> dict[tuple[str, str], int]:
         """Maps each target and weight that is read there to bytes; weights that are only sent or passed on are on the CPU."""
