@@ -51,10 +51,6 @@ OF_ALL_TURNS = "partc.of_all_turns"
 """
 CONTEXT = "partc.context"
 """Key of `ir.Node.meta`: the `ContextMark` of a node of an attention whose tokens are sharded."""
-SPARE_ENTRIES = "partc.spare_entries"
-"""Key of `ir.Node.meta` of a TensorScatter into a cache whose entries ranks share: the number of entries at the end of each rank's shard
-that no node reads (`rewrite/generation/cut_caches.py`).
-"""
 FOLDED = "partc.folded"
 """Key of `ir.Value.meta`: the number of ranks over which dims of a value are in folded order (`rewrite/fold.py`), and these dims.
 None where a dim joins tokens with others in an order of ranks (`rewrite/joined_tokens.py`).

@@ -110,22 +110,21 @@ def test_two_ranks_over_mpi(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert len(found["compared"]) >= 6
 
 
-@pytest.mark.parametrize("keys", [f"{KEYS}, cache: int8", *of_today([f"{KEYS}, embeddings: mean"], 1)])
-def test_other_options_go_together_with_it(keys: str, tmp_path: Path) -> None:
-    """The tokens are those of one rank with the same options."""
-    found = list[list[list[int]]]()
+def test_embeddings_are_those_of_one_rank(tmp_path: Path) -> None:
+    found = list[Any]()
     for plan in (cut(2), "ranks: 1\n"):
         (tmp_path / plan[7]).mkdir()
-        folder = build(tmp_path / plan[7], plan, keys)
+        folder = build(tmp_path / plan[7], plan, f"{KEYS}, embeddings: mean")
         assert check(folder).violations == []
         with load_local_generator(folder) as generator:
-            found.append([answer.tokens for answer in generator.run(requests())])
-    assert found[0] == found[1]
+            answers = generator.run([Request(prompt, embeds=True) for prompt in PROMPTS])
+            found.append([answer.embedding for answer in answers])
+    assert np.allclose(found[0], found[1], 0, 1e-5)
 
 
 @pytest.mark.parametrize("ranks", [2, *of_today([3, 4], 1)])
 def test_a_rank_has_its_share_and_receives_two_reductions_of_each_layer(ranks: int, tmp_path: Path) -> None:
-    """AllReduces of the largest score, and of a result and its total together, of 2 layers with 3 slots."""
+    """AllReduces of a number for each head, and of a result and its weight together, of 2 layers with 3 slots."""
     onnx.save(decoder(**FORM), tmp_path / "model.onnx")
     (tmp_path / "plan.yaml").write_text(f"{cut(ranks)}generate: {{{KEYS}}}\n")
     program = analyse(tmp_path / "model.onnx", tmp_path / "plan.yaml")
@@ -147,7 +146,7 @@ WHOLE_STEP = "beside 'generate' it shards the entries of caches, and a step's to
     [
         (
             cut(2).replace("axis: cp", "axis: cp, attention: ring, order: fold, memory: 1MB"),
-            f"{KEYS}, draft: {{tokens: 3}}",
+            f"{KEYS}, draft: {{tokens: 3}}, cache: int8",
             {},
             f"plan.yaml:3: 'attention: ring' of tokens that 'context' does not cut\n  {WHOLE_STEP}\n  help: leave it out\n"
             f"plan.yaml:3: 'order: fold' of tokens that 'context' does not cut\n  {WHOLE_STEP}\n  help: leave it out\n"
@@ -155,6 +154,9 @@ WHOLE_STEP = "beside 'generate' it shards the entries of caches, and a step's to
             "  help: leave it out; 'memory' of 'generate' limits a rank\n"
             "plan.yaml:3: 'context' beside 'draft'\n"
             "  the entries of a step are in one block of a chunk, and drafts begin at any position\n"
+            "  help: leave out one of them\n"
+            "plan.yaml:3: 'context' beside 'cache: int8'\n"
+            "  each rank attends the new entries, and all but one of these terms are subtracted again: rounded ones would not cancel\n"
             "  help: leave out one of them",
         ),
         (
@@ -185,17 +187,17 @@ WHOLE_STEP = "beside 'generate' it shards the entries of caches, and a step's to
             KEYS,
             {"window": 5},
             "plan.yaml:3: model.onnx: the mask of Attention 'layers.0.attention.Attention' is not proven causal\n"
-            "  a rank computes the mask of its own entries from their positions\n"
+            "  a rank attends all of its entries that are not after a token\n"
             "  help: leave out 'context'; an axis tp shards the heads of caches",
         ),
         (
             cut(2, TENSOR.replace("colwise", "colwise"), "tp: 4, ", 4),
             KEYS,
             {"layers": 1},
-            "plan.yaml:6: 'layers.0.k.Transpose' makes 2 heads of keys or values, and is cut over 4 ranks\n"
+            "plan.yaml:6: 'layers.0.k.MatMul' makes 2 heads of keys or values, and is cut over 4 ranks\n"
             "  heads of caches whose entries ranks share are not repeated: each rank has whole heads\n"
             "  help: use 2 ranks for it, or leave it whole, or leave out 'context'\n"
-            "plan.yaml:7: 'layers.0.v.Transpose' makes 2 heads of keys or values, and is cut over 4 ranks\n"
+            "plan.yaml:7: 'layers.0.v.MatMul' makes 2 heads of keys or values, and is cut over 4 ranks\n"
             "  heads of caches whose entries ranks share are not repeated: each rank has whole heads\n"
             "  help: use 2 ranks for it, or leave it whole, or leave out 'context'",
         ),
@@ -210,21 +212,8 @@ def test_what_does_not_fit_is_refused(plan: str, keys: str, form: dict[str, Any]
 Change = Callable[[ModelProto], None]
 
 
-def first(model: ModelProto, kind: str) -> Any:
-    return next(node for node in model.graph.node if node.op_type == kind)
-
-
-def everywhere(model: ModelProto) -> None:
-    """A rank appends at the index in the whole cache."""
-    append = first(model, "TensorScatter")
-    append.input[2] = "generate.index"
-
-
-def always(model: ModelProto) -> None:
-    """All ranks append the entry of the last block."""
-    append = first(model, "TensorScatter")
-    where = next(node for node in model.graph.node if append.input[2] in node.output)
-    where.input[0] = where.input[0].replace("present_k.0.present", "present_k.0.begun")
+def made_by(model: ModelProto, value: str) -> Any:
+    return next(node for node in model.graph.node if value in node.output)
 
 
 def constant(name: str, number: int) -> Change:
@@ -238,35 +227,48 @@ def constant(name: str, number: int) -> Change:
 
 
 def overlapping(model: ModelProto) -> None:
-    """Both ranks attend the entries of the first."""
-    (places,) = (node for node in model.graph.node if "generate.first_of_rank" in node.output)
-    places.op_type, places.input[1] = "Sub", places.input[0]
+    """Both ranks have the entries of the first."""
+    made_by(model, "generate.places").input[1:3] = ["generate.places.first", "generate.places.length"]
+    zero = numpy_helper.from_array(np.array([0], np.int64), "generate.places.first")
+    model.graph.initializer.append(zero)
+
+
+def always(model: ModelProto) -> None:
+    """The last block counts on all ranks."""
+    made_by(model, "generate.in_last_block").input[2] = "generate.in_block"
 
 
 def later(model: ModelProto) -> None:
-    """A token attends all entries that a rank reads."""
-    (where,) = (node for node in model.graph.node if "generate.bias" in node.output)
-    where.input[2] = where.input[1]
+    """A token attends all new entries."""
+    made_by(model, "generate.last_seen").input[1] = "generate.tokens"
 
 
 def unmasked(model: ModelProto) -> None:
-    add = next(node for node in model.graph.node if "generate.masked" in node.output)
-    add.CopyFrom(helper.make_node("Identity", add.input[:1], add.output, name=add.name))
+    where = made_by(model, "generate.masked")
+    where.CopyFrom(helper.make_node("Identity", where.input[1:2], where.output, name=where.name))
+
+
+FAULTS: list[tuple[Change, str]] = [
+    (constant("others", 0), "on rank 1 the new entries at position 0 end at"),
+    (constant("ranks", 3), "the new entries at position .* end at"),
+    (
+        constant("chunk", 4),
+        "on rank 0 the new entries at position 5 end at 4; they end at 5, after the rank's 5 entries",
+    ),
+    (constant("room", 8), "it attends up to 8 entries of at least 32, and there is room for 40|its mask at position"),
+    (
+        overlapping,
+        "on rank 1 the new entries at position 1 end at 1; they end at 0, after the rank's 0 entries of the sequence",
+    ),
+    (always, "on rank 1 the new entries at position 1 end at 1; they end at 0"),
+    (later, "its mask at position 0 is not that of the rank's 0 entries and the step's"),
+    (unmasked, "no Where hides the scores of entries that are not in the rank's shard"),
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "fact"),
-    [
-        (everywhere, "on rank 0 it appends the entry of position 8 at 40; the spare block begins at 32"),
-        (constant("rows", 39), "on rank 1 it appends the entry of position 8 at 32; its row begins at 0"),
-        (constant("ranks", 1), "it appends the entry of position 8 at 8; the spare block begins at 32"),
-        (constant("round", 8), "its mask at position 16 is not that of the rank's entries"),
-        (constant("of_all_ranks", 24), "a step at position .* reads .* entries of a slot; the rank has"),
-        (overlapping, "on rank 1 its mask at position 0 is not that of the rank's entries"),
-        (later, "its mask at position 0 is not that of the rank's entries"),
-        (unmasked, "1 masks are added to scores of keys in 4 caches"),
-    ],
-)  # fmt: skip
+    ("change", "fact"), FAULTS, ids=[change.__name__ + str(k) for k, (change, _) in enumerate(FAULTS)]
+)
 def test_an_entry_on_another_rank_than_its_own_is_found(change: Change, fact: str, two: Path, tmp_path: Path) -> None:
     shutil.copytree(two, tmp_path / "build")
     change_file(tmp_path / "build", "rank_0000.onnx", change)

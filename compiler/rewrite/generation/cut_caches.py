@@ -1,26 +1,28 @@
 """Attention over caches whose entries a mesh axis shards: each rank attends its own entries, and two reductions merge the results.
 
-    scores = q kT of a rank's entries, masked          m = ReduceMax(scores)           AllReduce(max)
-    e = exp(scores - m)    l = ReduceSum(e)    o = e v                                 AllReduce(sum) of o and l together
-    y = o / l
+    y, scores = ShardedCacheAttention(q, k, v, caches, ends)     lse = log sum exp scores        of a rank
+    m = max lse                                                                                  AllReduce(max)
+    w = exp(lse - m)                  merged = sum of w y, and of w                              AllReduce(sum) of both together
+    e = exp(new scores - m)           result = (sum of w y - (p - 1) e v) / (sum of w - (p - 1) sum of e)
 
 Entries are dealt out to the p ranks in blocks of a chunk: of a sequence of any length each rank has as many entries as the others, up to a
-block. An entry's block is position / chunk, and its rank is block modulo p. A rank's entries of a sequence are the first ones of its
-shard: it reads no others.
+block. An entry's block is position / chunk, and its rank is block modulo p. A rank's entries of a sequence are the first ones of its shard:
+it reads no others.
 
     chunk 4, p = 2        rank 0:  0 1 2 3 | 8 9 10 11 | .. | spare        rank 1:  4 5 6 7 | 12 13 14 15 | .. | spare
 
-The new entries of a step are of one block, as the positions of chunks are multiples of a chunk. One rank appends them there. All others
-append them to the spare block at the end of their shard, which no attention reads: an append in place that differs by its index alone.
+The new entries of a step are of one block, as the positions of chunks are multiples of a chunk. Every rank appends them to its own entries,
+in place, and attends them. On the ranks that they do not belong to the next entries are written over them, and the block at the end of a
+shard is spare, for those. So the p results have the new entries p times: p - 1 of them, which each rank computes, are subtracted. That
+loses nothing, since they are at most a part of what is left. A rank without entries has a result of the new ones alone.
 
-In the global view a cache has p * rows entries, and all is in plain ops, of which propagation makes partial results. A mask adds a finite
-number: of a rank without valid entries all exp are 0, since m is that of all ranks.
+In the global view a cache has p * rows entries, and the merge is in plain ops, of which propagation makes partial results.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
@@ -29,12 +31,19 @@ from typing import NoReturn
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.graph import CONTEXT, SPARE_ENTRIES, ContextMark
+from partc.compiler.ir.graph import CONTEXT, ContextMark, take_out
 from partc.compiler.ir.program import Loaded
-from partc.compiler.ops.families.indexing.scatter import ROW
+from partc.compiler.ops.families.neural.sharded_cache_attention import ENTRIES, SHARDED_ATTENTION
+from partc.compiler.ops.rule import OWN
 from partc.compiler.plan.context import ContextRules
 from partc.compiler.plan.generate import GenerateRules
-from partc.compiler.rewrite.generation.fused_attention import CachedOperand, Sight, operand_of_cache
+from partc.compiler.rewrite.generation.fused_attention import (
+    CachedOperand,
+    Sight,
+    is_taken,
+    joined_rows,
+    operand_of_cache,
+)
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import Positions
 from partc.runtime.artifact.generation import room_for_entries
@@ -49,14 +58,13 @@ _HIDDEN = -1e30
 class CutEntries:
     """How the entries of a cache of `length` are dealt out to `ranks` along a mesh axis, in blocks of `chunk`.
 
-    `low`: whether products are computed in 16 bits; `why`: the plan's line; `name`: that of the model.
+    `why`: the plan's line; `name`: that of the model.
     """
 
     context: ContextRules
     ranks: int
     length: int
     chunk: int
-    low: bool
     why: str
     name: str
 
@@ -108,6 +116,9 @@ def cut_of(program: Loaded, rules: GenerateRules, has_encoder: bool) -> CutEntri
     if rules.draft is not None:
         law = "the entries of a step are in one block of a chunk, and drafts begin at any position"
         refuse("axis", "'context' beside 'draft'", law, "leave out one of them")
+    if rules.cache is not None:
+        law = "each rank attends the new entries, and all but one of these terms are subtracted again: rounded ones would not cancel"
+        refuse("axis", f"'context' beside 'cache: {rules.cache}'", law, "leave out one of them")
     if has_encoder:
         law = "caches of an encoder are written once and whole"
         refuse("axis", f"'context' cuts caches, and {program.name} has an encoder", law, _HEADS)
@@ -120,95 +131,116 @@ def cut_of(program: Loaded, rules: GenerateRules, has_encoder: bool) -> CutEntri
     if problems:
         raise CompileError(problems)
     why = f"{PurePath(context.where()).name} context"
-    return CutEntries(
-        context, mesh[context.axis], rules.length, rules.chunk, program.plan.precision is not None, why, program.name
-    )
+    return CutEntries(context, mesh[context.axis], rules.length, rules.chunk, why, program.name)
 
 
 class CutAttention:
-    """Rewrites the attentions of a step in nodes of `build`, with masks that all layers share."""
+    """Rewrites the attentions of a step in nodes of `build`, with numbers of entries that all layers share."""
 
     def __init__(self, build: NodeBuilder, positions: Positions, cut: CutEntries) -> None:
         self.build, self.positions, self.cut = build, positions, cut
-        self.biases: dict[int, ir.Value] = {}
         self.anchor = positions.length.producer()
 
     def rewrite(
-        self, heads: Mapping[ir.Node, int], sights: Mapping[ir.Node, Sight], caches: Mapping[ir.Value, ir.Value]
+        self, heads: Mapping[ir.Node, int], sights: Mapping[ir.Node, Sight], caches: dict[ir.Value, ir.Value]
     ) -> None:
-        """Rewrites every Attention over caches. Raises CompileError if one of `caches` is read otherwise."""
+        """Rewrites every Attention over caches, which `caches` then maps to the new op's outputs.
+
+        Raises CompileError if one of `caches` is read otherwise.
+        """
         for node, sight in sights.items():
             keys, values = (operand_of_cache(node, k) for k in (1, 2))
             if keys is None or values is None:
                 continue
             if sight is not Sight.CAUSAL:
-                law = "a rank computes the mask of its own entries from their positions"
+                law = "a rank attends all of its entries that are not after a token"
                 self.cut.refuse(f"the mask of Attention '{node.name}' is not proven causal", law)
-            self._rewrite(node, heads[node], keys, values)
-        appends = {cache: following.producer() for cache, following in caches.items()}
-        for cache, node in appends.items():
-            if node is not None and node.op_type == "TensorScatter" and SPARE_ENTRIES not in node.meta:
+            if not all(is_taken(one.append.inputs[0], None) for one in (keys, values)):
+                law = "onnxruntime's fused attention takes caches of float32 and float16, and heads of a multiple of 8"
+                self.cut.refuse(f"the caches of Attention '{node.name}' have another type or size of heads", law)
+            self._rewrite(node, heads[node], (keys, values), caches)
+        for cache, following in caches.items():
+            append = following.producer()
+            if append is not None and append.op_type == "TensorScatter":
                 law = "a cache in shards is read by ONNX's Attention over four dims, perhaps with repeated heads"
                 help_ = "export the model at opset 23 or later, with attention as one op, or leave out 'context'"
                 self.cut.refuse(f"the cache '{cache.name}' is read by other nodes than an Attention", law, help_)
 
     @cached_property
-    def index(self) -> ir.Value:
-        """The index [slots] of each slot's first new entry in the global view of a cache."""
+    def before(self) -> ir.Value:
+        """The number [ranks, slots] of each slot's entries on each rank before the step."""
         op, number = self.build.op, self._number
         block = op("block", "Div", [self.positions.position, number("chunk", self.cut.chunk)])
         inside = op("in_block", "Mod", [self.positions.position, number("chunk", self.cut.chunk)])
-        rank = op("rank_of_block", "Mod", [block, number("ranks", self.cut.ranks)])
-        turn = op("turn", "Div", [block, number("ranks", self.cut.ranks)])
-        begin = op("begin_of_rank", "Mul", [rank, number("rows", self.cut.rows)])
-        row = op("row", "Add", [op("begin_of_block", "Mul", [turn, number("chunk", self.cut.chunk)]), inside])
-        found = op("index", "Add", [begin, row])
-        self._put()
-        return found
-
-    @cached_property
-    def held(self) -> ir.Value:
-        """The number [1] of entries of the longest sequence on each rank, in whole blocks."""
-        op, number = self.build.op, self._number
-        whole = op("raised", "Add", [self.positions.length, number("less", [self.cut.ranks * self.cut.chunk - 1])])
-        rounds = op("rounds", "Div", [whole, number("of_all_ranks", [self.cut.ranks * self.cut.chunk])])
-        found = op("held", "Mul", [rounds, number("chunks", [self.cut.chunk])])
-        self._put()
-        return found
-
-    @cached_property
-    def entries(self) -> ir.Value:
-        """The position of each entry that ranks read: [1, 1, ranks, 1, held]."""
-        op, number, held = self.build.op, self._number, self.held
-        count = op("held_number", "Squeeze", [held, number("begin", [0])])
-        local = op("held_entries", "Range", [number("zero", 0), count, number("one", 1)])
-        inside = op("entry_in_block", "Mod", [local, number("chunk", self.cut.chunk)])
-        turn = op("turn_of_entry", "Div", [local, number("chunk", self.cut.chunk)])
-        begin = op("round", "Mul", [turn, number("round", self.cut.ranks * self.cut.chunk)])
         places = op("places", "Range", [number("zero", 0), number("ranks", self.cut.ranks), number("one", 1)])
-        first = op("first_of_rank", "Mul", [places, number("chunk", self.cut.chunk)])
-        first = op("first_of_ranks", "Unsqueeze", [first, number("places_at", [0, 1, 3, 4])])
-        found = op("entries", "Add", [op("entry", "Add", [begin, inside]), first])
+        column = op("column_of_places", "Unsqueeze", [places, number("axis", [1])])
+        raised = op("raised", "Add", [block, number("others", self.cut.ranks - 1)])
+        full = op("full_blocks", "Div", [op("turns", "Sub", [raised, column]), number("ranks", self.cut.ranks)])
+        owner = op("rank_of_block", "Mod", [block, number("ranks", self.cut.ranks)])
+        in_last = op("in_last_block", "Where", [op("is_owner", "Equal", [owner, column]), inside, number("zero", 0)])
+        found = op("before", "Add", [op("in_full_blocks", "Mul", [full, number("chunk", self.cut.chunk)]), in_last])
         self._put()
         return found
 
-    def bias(self, group: int) -> ir.Value:
-        """Returns what is added to scores [slots, heads of keys, ranks, group * tokens, held]: 0, or less for entries that are hidden."""
-        if group not in self.biases:
-            op, number, entries = self.build.op, self._number, self.entries
-            begin, steps = (
-                op("column", "Unsqueeze", [self.positions.position, number("axis", [1])]),
-                self.positions.steps(),
-            )
-            rows = op("tokens_of_step", "Unsqueeze", [op("rows", "Add", [begin, steps]), number("axis", [1])])
-            each = op("tokens_of_heads", "Expand", [rows, number(f"heads_{group}", [1, group, 1])])
-            of_heads = op("tokens_and_heads", "Reshape", [each, number("flat", [0, -1])])
-            queries = op("queries", "Unsqueeze", [of_heads, number("queries_at", [1, 2, 4])])
-            seen = op("seen", "LessOrEqual", [entries, queries])
-            nothing, hidden = number("nothing", np.float32(0)), number("hidden", np.float32(_HIDDEN))
-            self.biases[group] = op("bias", "Where", [seen, nothing, hidden])
-            self._put()
-        return self.biases[group]
+    @cached_property
+    def ends(self) -> ir.Value:
+        """The index [ranks, slots], of 32 bits, of each slot's last new entry."""
+        op, before = self.build.op, self.before
+        after = op("after", "Add", [before, self.positions.tokens])
+        found = op(
+            "ends", "Cast", [op("last_index", "Sub", [after, self._number("one", 1)])], to=ir.DataType.INT32.value
+        )
+        self._put()
+        return found
+
+    @cached_property
+    def most(self) -> ir.Value:
+        """A number, at least that of any slot's entries on any rank after the step: the same on all ranks."""
+        op, number = self.build.op, self._number
+        less, round_ = self.cut.ranks * self.cut.chunk - 1, self.cut.ranks * self.cut.chunk
+        rounds = op(
+            "rounds",
+            "Div",
+            [op("length_raised", "Add", [self.positions.length, number("less", [less])]), number("round", [round_])],
+        )
+        held = op("held", "Mul", [rounds, number("chunks", [self.cut.chunk])])
+        more = op("held_and_new", "Add", [held, self.positions.tokens])
+        found = op(
+            "most",
+            "Squeeze",
+            [op("most_of_room", "Min", [more, number("room", [self.cut.rows])]), number("begin", [0])],
+        )
+        self._put()
+        return found
+
+    @cached_property
+    def seen(self) -> ir.Value:
+        """Whether each token of a slot attends each of the most entries of a rank: [ranks, slots, 1, tokens, most]."""
+        op, number, before, most = self.build.op, self._number, self.before, self.most
+        steps = self.positions.steps()
+        last = op("last_seen", "Add", [op("before_apart", "Unsqueeze", [before, number("before_at", [2, 3])]), steps])
+        column = op("last_seen_apart", "Unsqueeze", [last, number("last_at", [4])])
+        entries = op("entries", "Range", [number("zero", 0), most, number("one", 1)])
+        found = op("seen", "GreaterOrEqual", [column, entries])
+        self._put()
+        return found
+
+    @cached_property
+    def total(self) -> ir.Value:
+        """The most entries, of 32 bits."""
+        most = self.most
+        found = self.build.op("most_32", "Cast", [most], to=ir.DataType.INT32.value)
+        self._put()
+        return found
+
+    @cached_property
+    def causal(self) -> ir.Value:
+        """Whether each token of a step attends each token of it: [tokens, tokens]."""
+        steps = self.positions.steps()
+        column = self.build.op("steps_apart", "Unsqueeze", [steps, self._number("axis", [1])])
+        found = self.build.op("causal", "GreaterOrEqual", [column, steps])
+        self._put()
+        return found
 
     def _number(self, word: str, numbers: object) -> ir.Value:
         return self.build.constant(f"cut_{word}", numbers)  # type: ignore[arg-type]
@@ -219,79 +251,119 @@ class CutAttention:
         self.build.put(after=self.anchor)
         self.anchor = last
 
-    def _rewrite(self, node: ir.Node, heads: int, keys: CachedOperand, values: CachedOperand) -> None:
+    def _rewrite(
+        self,
+        node: ir.Node,
+        heads: int,
+        reads: tuple[CachedOperand, CachedOperand],
+        caches: dict[ir.Value, ir.Value],
+    ) -> None:
         build, op, number, cut = self.build, self.build.op, self._number, self.cut
-        cache, query = keys.append.inputs[0], node.inputs[0]
+        ends, total, seen, causal = self.ends, self.total, self.seen, self.causal
+        pasts = [one.append.inputs[0] for one in reads]
+        cache = pasts[0]
         assert cache is not None
         assert cache.shape is not None
-        assert query is not None
-        kind = cache.dtype if keys.scale is None else keys.scale.dtype
-        assert kind is not None
+        kind = cache.dtype
         kv, size = int(str(cache.shape[1])), int(str(cache.shape[3]))
-        group = heads // kv
-        bias = self.bias(group)
-        scale = node.attributes.get_float("scale", 0.0) or 1 / math.sqrt(size)
-        query = op("scaled", "Mul", [query, self._float("scale", scale, kind)])
-        apart = number(f"apart_{kv}_{group}_{size}", [0, kv, group, -1, size])
-        together = number(f"together_{kv}_{size}", [0, kv, 1, -1, size])
-        query = op("grouped", "Reshape", [op("by_heads", "Reshape", [query, apart]), together])
-        read = [self._read(one, kv) for one in (keys, values)]
-        turned = op("turned", "Transpose", [read[0]], perm=[0, 1, 2, 4, 3])
-        scores = op("scores", "MatMul", [query, turned])
-        if softcap := node.attributes.get_float("softcap", 0.0):
-            cap = self._float("softcap", softcap, kind)
-            scores = op("capped", "Mul", [op("tanh", "Tanh", [op("uncapped", "Div", [scores, cap])]), cap])
-        if kind is not ir.DataType.FLOAT:
-            scores = op("scores_32", "Cast", [scores], to=ir.DataType.FLOAT.value)
-        scores = op("masked", "Add", [scores, bias])
-        top = op("top", "ReduceMax", [scores, number("over_entries", [2, 4])], keepdims=1)
-        shares = op("shares", "Exp", [op("below_top", "Sub", [scores, top])])
-        total = op("total_of_rank", "ReduceSum", [shares, number("last_dim", [4])], keepdims=1)
-        if kind is not ir.DataType.FLOAT:
-            taken = op("shares_16", "Cast", [shares], to=kind.value)
-            mixed = op(
-                "mixed_32", "Cast", [op("mixed_of_rank", "MatMul", [taken, read[1]])], to=ir.DataType.FLOAT.value
-            )
-        else:
-            mixed = op("mixed_of_rank", "MatMul", [shares, read[1]])
-        of_rank = op("mixed_and_total", "Concat", [mixed, total], axis=4)
-        merged = op("merged", "ReduceSum", [of_rank, number("over_ranks", [2])], keepdims=0)
-        begin, width, end, dim = (number(f"at_{at}", [at]) for at in (0, size, size + 1, 3))
-        mixed = op("mixed", "Slice", [merged, begin, width, dim])
-        total = op("total", "Slice", [merged, width, end, dim])
-        made = op("attended", "Div", [mixed, total])
+        factor = node.attributes.get_float("scale", 0.0) or 1 / math.sqrt(size)
+        softcap = node.attributes.get_float("softcap", 0.0)
+        operands = (node.inputs[0], heads), *((one.new, kv) for one in reads)
+        rows = [joined_rows(build, node, value, count) for value, count in operands if value is not None]
+        attributes = {
+            "num_heads": heads,
+            "kv_num_heads": kv,
+            "scale": factor,
+            **({"softcap": softcap} if softcap else {}),
+        }
+        inputs = [*rows, *pasts, ends, total]
+        own, *presents, scores = build.node("attention", SHARDED_ATTENTION, inputs, 4, OWN, **attributes)
+        shared = own.producer()
+        assert shared is not None
+        shared.meta[CONTEXT] = ContextMark(cut.context.axis, "", ENTRIES, cut.why, first=True)
+
+        def single(value: ir.Value, word: str) -> ir.Value:
+            return value if kind is ir.DataType.FLOAT else op(word, "Cast", [value], to=ir.DataType.FLOAT.value)
+
+        last_dim, first_dim, fourth = number("last_dim", [4]), number("begin", [0]), number("dim_3", [3])
+        hidden = number("hidden", np.float32(_HIDDEN))
+        masked = op("masked", "Where", [seen, single(scores, "scores_32"), hidden])
+        # the largest share is exp(largest - log): a Softmax takes a tenth of the time of ReduceLogSumExp
+        largest = op("largest", "ReduceMax", [masked, last_dim], keepdims=1)
+        share = op("largest_share", "ReduceMax", [op("shares", "Softmax", [masked], axis=4), last_dim], keepdims=1)
+        logs = op("log_of_rank", "Sub", [largest, op("log_of_share", "Log", [share])])
+        top = op("top", "ReduceMax", [logs, first_dim], keepdims=1)
+        weight = op("weight", "Exp", [op("below_top", "Sub", [logs, top])])
+        by_token = op("weight_of_token", "Transpose", [weight], perm=[0, 1, 3, 2, 4])
+        apart = op("of_heads", "Reshape", [single(own, "of_rank_32"), number(f"apart_{heads}", [0, 0, 0, heads, -1])])
+        mixed = op("mixed_of_rank", "Concat", [op("weighted", "Mul", [apart, by_token]), by_token], axis=4)
+        merged = op("merged", "ReduceSum", [mixed, first_dim], keepdims=0)
+        new = self._new_entries(
+            [single(one, f"{word}_32") for one, word in zip(rows, "qkv", strict=True)],
+            heads,
+            kv,
+            factor,
+            softcap,
+            top,
+            causal,
+        )
+        left = op("merged_once", "Sub", [merged, new])
+        begin, end, stop = (number(f"at_{at}", [at]) for at in (0, size, size + 1))
+        made = op(
+            "attended",
+            "Div",
+            [op("mixed", "Slice", [left, begin, end, fourth]), op("weights", "Slice", [left, end, stop, fourth])],
+        )
         if kind is not ir.DataType.FLOAT:
             made = op("attended_16", "Cast", [made], to=kind.value)
-        joined = number(f"joined_{heads}_{size}", [0, heads, -1, size])
-        made = op("joined", "Reshape", [op("parted", "Reshape", [made, apart]), joined])
+        made = op("turned_back", "Transpose", [made], perm=[0, 2, 1, 3])
         build.put(before=node)
         made.type = node.outputs[0].type
         ir.convenience.replace_all_uses_with(node.outputs[0], made)
-        for one in (keys, values):
-            one.append.replace_input_with(2, self.index)
-            one.append.meta[CONTEXT] = ContextMark(cut.context.axis, "", ROW, cut.why, first=True)
-            one.append.meta[SPARE_ENTRIES] = cut.chunk
+        take_out(build.graph, node)
+        for past, one, present in zip(pasts, reads, presents, strict=True):
+            assert past is not None
+            name, caches[past].name = caches[past].name, None
+            present.name, present.type = name, caches[past].type
+            caches[past] = present
+            for each in (*one.between, one.append):
+                take_out(build.graph, each)
 
-    def _read(self, operand: CachedOperand, heads: int) -> ir.Value:
-        """Returns the entries [slots, heads, ranks, held, size] of a cache after the append."""
-        op, number, following = self.build.op, self._number, operand.append.outputs[0]
-        cache = operand.append.inputs[0]
-        assert cache is not None
-        assert cache.shape is not None
-        size = int(str(cache.shape[3]))
-        shards = [0, heads, self.cut.ranks, self.cut.rows, size]
-        apart = op("shards", "Reshape", [following, number(f"shards_{heads}_{size}", shards)])
-        read = op("held_of_rank", "Slice", [apart, number("begin", [0]), self.held, number("entries_dim", [3])])
-        if operand.scale is None:
-            return read
-        assert operand.scale.const_value is not None
-        scale = operand.scale.const_value.numpy().reshape(1, heads, 1, 1, size)
-        kind = operand.scale.dtype
-        assert kind is not None
-        whole = op("whole", "Cast", [read], to=kind.value)
-        return op("unrounded", "Mul", [whole, number(f"{operand.scale.name}.by_head", scale)])
-
-    def _float(self, word: str, number: float, kind: ir.DataType) -> ir.Value:
-        """Returns a number of a type."""
-        made = self._number(f"{word}_{number:.9g}", np.float32(number))
-        return made if kind is ir.DataType.FLOAT else self.build.op(f"{word}_16", "Cast", [made], to=kind.value)
+    def _new_entries(
+        self,
+        rows: Sequence[ir.Value],
+        heads: int,
+        kv: int,
+        factor: float,
+        softcap: float,
+        top: ir.Value,
+        causal: ir.Value,
+    ) -> ir.Value:
+        """Returns what ranks that do not have the new entries add for them to the merged results: [slots, tokens, heads, size + 1]."""
+        op, number, group = self.build.op, self._number, heads // kv
+        parted = [
+            op(f"{word}_parted", "Reshape", [one, number(f"parted_{count[0]}_{count[1]}", [0, 0, *count, -1])])
+            for one, word, count in zip(rows, "qkv", ((kv, group), (kv, 1), (kv, 1)), strict=True)
+        ]
+        turns = ([0, 2, 3, 1, 4], [0, 2, 3, 4, 1], [0, 2, 3, 1, 4])
+        query, key, value = (
+            op(f"{word}_turned", "Transpose", [one], perm=perm)
+            for one, word, perm in zip(parted, "qkv", turns, strict=True)
+        )
+        scores = op(
+            "new_scores",
+            "MatMul",
+            [op("scaled", "Mul", [query, number(f"scale_{factor:.9g}", np.float32(factor))]), key],
+        )
+        if softcap:
+            cap = number(f"softcap_{softcap:.9g}", np.float32(softcap))
+            scores = op("capped", "Mul", [op("tanh", "Tanh", [op("uncapped", "Div", [scores, cap])]), cap])
+        of_heads = op("top_of_heads", "Squeeze", [top, number("begin", [0])])
+        most = op("top_of_keys", "Reshape", [of_heads, number(f"top_{kv}_{group}", [0, kv, group, -1, 1])])
+        shares = op("new_shares", "Exp", [op("new_below_top", "Sub", [scores, most])])
+        known = op("new_seen", "Where", [causal, shares, number("nothing", np.float32(0))])
+        sums = op("new_total", "ReduceSum", [known, number("last_dim", [4])], keepdims=1)
+        mixed = op("new_mixed", "Concat", [op("new_values", "MatMul", [known, value]), sums], axis=4)
+        times = op("new_of_others", "Mul", [mixed, number("times", np.float32(self.cut.ranks - 1))])
+        turned = op("new_turned", "Transpose", [times], perm=[0, 3, 1, 2, 4])
+        return op("new_joined", "Reshape", [turned, number(f"joined_{heads}", [0, 0, heads, -1])])

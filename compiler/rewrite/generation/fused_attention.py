@@ -113,7 +113,7 @@ def fuse_attention(
         keys, values = (operand_of_cache(node, k) for k in (1, 2))
         if keys is None or values is None or (keys.scale is None) != (values.scale is None):
             continue
-        if not all(_is_taken(one.append.inputs[0], one.scale) for one in (keys, values)):
+        if not all(is_taken(one.append.inputs[0], one.scale) for one in (keys, values)):
             continue
         if sight is Sight.CAUSAL:
             _fuse(build, node, heads[node], (keys, values), replaced, positions)
@@ -154,7 +154,7 @@ def _read_of(append: ir.Node, between: list[ir.Node]) -> CachedOperand | None:
     return CachedOperand(append, tuple(between), new, scale) if right and new is not None else None
 
 
-def _is_taken(cache: ir.Value | None, scale: ir.Value | None) -> bool:
+def is_taken(cache: ir.Value | None, scale: ir.Value | None) -> bool:
     """Whether the fused op's kernel takes a cache: its type, and a head size that is a multiple of 8."""
     types = _TYPES if scale is None else (ir.DataType.INT8,)
     if cache is None or cache.shape is None or len(cache.shape) != 4 or cache.dtype not in types:
@@ -177,7 +177,7 @@ def _fuse(
     assert first.shape is not None
     kv = int(str(first.shape[1]))
     operands = (node.inputs[0], heads), *((read.new, kv) for read in reads)
-    rows = [_joined(build, node, value, count) for value, count in operands if value is not None]
+    rows = [joined_rows(build, node, value, count) for value, count in operands if value is not None]
     attributes = {"num_heads": heads, "kv_num_heads": kv}
     numbers = {name: node.attributes[name].as_float() for name in ("scale", "softcap") if name in node.attributes}
     numbers = {name: value for name, value in numbers.items() if value}
@@ -216,7 +216,7 @@ def _flat(build: NodeBuilder, scale: ir.Value) -> ir.Value:
     return build.constant(f"{scale.name}.flat", scale.const_value.numpy().reshape(-1))
 
 
-def _joined(build: NodeBuilder, node: ir.Node, value: ir.Value, heads: int) -> ir.Value:
+def joined_rows(build: NodeBuilder, node: ir.Node, value: ir.Value, heads: int) -> ir.Value:
     """Returns an Attention's operand [rows, heads, tokens, size] as [rows, tokens, heads * size], in nodes before the Attention.
 
     Exporters make the former from the latter by a Transpose, after which the heads may be rotated: then the rotation moves before it.

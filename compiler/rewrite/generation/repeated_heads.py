@@ -26,9 +26,9 @@ from typing import TypeVar
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
-from partc.compiler.ir.graph import SPARE_ENTRIES
 from partc.compiler.ir.program import Typed
 from partc.compiler.matching import placement_rules, sharding_rules
+from partc.compiler.ops.families.neural.sharded_cache_attention import is_sharded_attention
 from partc.compiler.ops.node import constant_ints
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
@@ -143,13 +143,12 @@ class _Repeating(Rewriting[Typed]):
 
     def shared(self, rules: Mapping[ir.Node, ShardingRule]) -> Iterator[Problem]:
         """Yields a problem for each projection of keys or values that has fewer heads than ranks, where ranks share the caches' entries."""
-        for append in self.before.model.graph:
-            cache, new = append.inputs[:2] if SPARE_ENTRIES in append.meta else (None, None)
-            if cache is None or new is None or cache.shape is None or not isinstance(heads := cache.shape[1], int):
-                continue
-            (end, *_) = append.outputs[0].consumers()
-            makers = self.makers(self._followed({cache: 1, append.outputs[0]: 1}, (new, 1), end))
-            line = next((line for line in makers if line in rules), None)
+        nodes = (node for node in self.before.model.graph if is_sharded_attention(node))
+        for node, k in ((node, k) for node in nodes for k in (1, 2)):
+            heads, new = node.attributes.get_int(_KEY_HEADS, 0), node.inputs[k]
+            line = None if new is None else new.producer()
+            while line is not None and line not in rules:
+                line = None if line.inputs[0] is None else line.inputs[0].producer()
             if line is None or heads % (ranks := self.ranks_of(line)) == 0:
                 continue
             fact = f"'{self.before.paths[line]}' makes {heads} heads of keys or values, and is cut over {ranks} ranks"

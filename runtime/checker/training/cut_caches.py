@@ -3,10 +3,10 @@
 Block k of a chunk of a sequence's entries belongs to shard k modulo p (`artifact/generation.py`). What a rank does with an entry depends on
 positions and constants alone, so the checker computes it from the rank file for the positions that a step can have:
 
-    TensorScatter(cache, new, index)     index is the entry's row on the rank that has it, and the begin of the spare block on all others
-    Add(scores, bias)                    bias is 0 for exactly the rows whose entries are not after the token, and all of these are read
+    GroupQueryAttention(.., cache_k, cache_v, ends, total)    ends is the number of the slot's entries on the rank, and the new ones, less 1
+    Where(seen, scores, hidden)                               seen is true for exactly these entries, of the new ones up to the token's own
 
-Of more than `MOST` positions an evenly spaced selection is computed, and of biases, which are as large as scores, those of few positions.
+Of more than `MOST` positions an evenly spaced selection is computed, and of masks, which are as large as scores, those of few positions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ MOST, _FEW = 8192, 6
 _LARGEST = 1 << 24
 """The most elements of a value that is computed."""
 _AGAIN = "compile the model again"
-_SCORING = ("Cast", "Div", "MatMul", "Mul", "Reshape", "Slice", "Tanh", "Transpose")
-"""Ops from a cache to the Add of a mask."""
+_VIEWS = ("Cast", "Identity", "Unsqueeze")
+"""Ops between the scores of an attention and their mask."""
+_CACHES, _ENDS, _TOTAL, _SCORES = (3, 4), 5, 6, 3
+"""The operands of the fused op, and its output of scores."""
 _Kernel: TypeAlias = Callable[..., Any]
 _KERNELS: Mapping[str, _Kernel] = {
     "Add": np.add,
@@ -121,76 +123,79 @@ class _File:
 
     def violations(self, caches: Sequence[StateRecord], place: int) -> Iterator[Violation]:
         """Yields the violations of the rank that has shard `place` of these caches."""
-        by_name = {one.value: one for one in caches}
-        appends = [node for node in self.graph.node if node.op_type == "TensorScatter" and node.input[0] in by_name]
-        if len(appends) < len(by_name) or place < 0:
+        names = {one.value for one in caches}
+        nodes = [node for node in self.graph.node if node.op_type == "GroupQueryAttention"]
+        appended = [node.input[k] for node in nodes for k in _CACHES if len(node.input) > _TOTAL]
+        if place < 0 or not names <= {*appended}:
             fact = f"rank {self.rank} has no shard of the entries of '{caches[0].value}', or does not append to it"
             yield Violation(self.name, f"{fact}; each of {self.record.cut} ranks has one", help=_AGAIN)
             return
         every = range(0, self.record.length, self.tokens)
         positions = np.array(every[:: -(-len(every) // MOST)], np.int64)
-        for node in appends:
+        for node in nodes:
             yield from self._append(node, positions, place)
-        masks = dict(self._biases([node.output[0] for node in appends]))
-        for node, bias in masks.values():
-            yield from self._mask(node, bias, place)
-        if 2 * len(masks) != len(appends):
-            fact = f"{len(masks)} masks are added to scores of keys in {len(appends)} caches of keys and values"
-            yield Violation(self.name, f"{fact}; scores of each layer have one", help=_AGAIN)
+            mask = self._mask_of(node)
+            if mask is None:
+                yield self._violation(node, "no Where hides the scores of entries that are not in the rank's shard")
+            else:
+                yield from self._mask(*mask, place)
+
+    def _entries(self, positions: Array, place: int) -> Array:
+        """Returns the numbers of entries that shard `place` has of sequences with these positions."""
+        block, cut = positions // self.record.chunk, self.record.cut
+        full = (block + cut - 1 - place) // cut * self.record.chunk
+        return np.asarray(full + np.where(block % cut == place, positions % self.record.chunk, 0))
 
     def _append(self, node: NodeProto, positions: Array, place: int) -> Iterator[Violation]:
-        chunk, cut = self.record.chunk, self.record.cut
         try:
-            index = self._computed(node.input[2], positions)
+            ends, total = (self._computed(node.input[k], positions) for k in (_ENDS, _TOTAL))
         except _Unknown as error:
-            yield self._violation(node, f"its index cannot be computed: {error}")
+            yield self._violation(node, f"its entries cannot be computed: {error}")
             return
-        block = positions // chunk
-        rows = np.where(
-            block % cut == place, block // cut * chunk + positions % chunk, self.record.room_for_entries - chunk
-        )
-        wrong = np.flatnonzero(np.broadcast_to(index, rows.shape) != rows) if index.size in (1, rows.size) else [0]
-        if len(wrong):
+        wanted = self._entries(positions, place) + self.tokens - 1
+        if ends.shape != wanted.shape:
+            yield self._violation(node, f"it has the ends of {ends.size} slots, and a step has {wanted.size}")
+        elif len(wrong := np.flatnonzero(ends != wanted)):
             at = wrong[0]
-            what = "the spare block" if block[at] % cut != place else "its row"
-            fact = f"on rank {self.rank} it appends the entry of position {positions[at]} at {index.reshape(-1)[at % index.size]}"
-            yield self._violation(node, f"{fact}; {what} begins at {rows[at]}, as each entry is on one rank")
+            fact = f"on rank {self.rank} the new entries at position {positions[at]} end at {ends[at]}; they end at {wanted[at]}"
+            yield self._violation(
+                node, f"{fact}, after the rank's {wanted[at] + 1 - self.tokens} entries of the sequence"
+            )
+        elif not wanted.max() < total.max() <= self.record.room_for_entries:
+            fact = f"on rank {self.rank} it attends up to {total.max()} entries of at least {wanted.max() + 1}"
+            yield self._violation(node, f"{fact}, and there is room for {self.record.room_for_entries}")
 
-    def _mask(self, node: NodeProto, bias: str, place: int) -> Iterator[Violation]:
+    def _mask(self, node: NodeProto, mask: str, place: int) -> Iterator[Violation]:
         chunk, cut = self.record.chunk, self.record.cut
         last = (self.record.length - self.tokens) // self.tokens * self.tokens
         blocks = {chunk * k for k in (0, 1, cut - 1, cut, cut + 1)} | {last}
         for position in sorted(at for at in blocks if at <= last)[:_FEW]:
             try:
-                added = self._computed(bias, np.array([position], np.int64))
+                seen = self._computed(mask, np.array([position], np.int64))
             except _Unknown as error:
                 yield self._violation(node, f"its mask cannot be computed: {error}")
                 return
-            rows = np.arange(added.shape[-1])
-            entries = (rows // chunk * cut + place) * chunk + rows % chunk
-            queries = position + np.arange(added.shape[-2] if added.ndim > 1 else 1) % self.tokens
-            seen = entries[None] <= queries[:, None]
-            block = (position + self.tokens - 1) // chunk
-            have = (block - place) // cut + 1 if block >= place else 0  # a rank's blocks up to this one
-            if len(rows) < have * chunk:
-                fact = f"on rank {self.rank} a step at position {position} reads {len(rows)} entries of a slot"
-                yield self._violation(node, f"{fact}; the rank has {have * chunk} of the sequence")
-                return
-            if len(rows) and not np.array_equal((added == 0).reshape(-1, *seen.shape)[0], seen):
-                fact = f"on rank {self.rank} its mask at position {position} is not that of the rank's entries"
-                yield self._violation(node, f"{fact}; a token attends all entries up to its own, each on one rank")
+            ends = self._entries(np.array([position], np.int64), place) + np.arange(self.tokens)
+            wanted = np.arange(seen.shape[-1] if seen.ndim else 0)[None] <= ends[:, None]
+            if seen.shape != (1, 1, 1, *wanted.shape) or len(wanted[0]) <= ends[-1] or (seen[0, 0, 0] != wanted).any():
+                fact = (
+                    f"on rank {self.rank} its mask at position {position} is not that of the rank's {ends[0]} entries"
+                )
+                yield self._violation(node, f"{fact} and the step's; each entry is attended on one rank")
                 return
 
-    def _biases(self, appended: Sequence[str]) -> Iterator[tuple[str, tuple[NodeProto, str]]]:
-        """Yields the nodes that add a mask to the scores of a cache's keys, by the sum, with the mask."""
-        scores = {*appended}
-        for node in self.graph.node:
-            if scores.isdisjoint(node.input):
-                continue
-            if node.op_type in _SCORING and node.domain != DOMAIN:
-                scores.update(node.output)
-            elif node.op_type == "Add" and (others := [name for name in node.input if name not in scores]):
-                yield node.output[0], (node, others[0])
+    def _mask_of(self, node: NodeProto) -> tuple[NodeProto, str] | None:
+        """Returns the Where that hides scores of an attention, with its condition; None if another op reads them."""
+        scores = node.output[_SCORES] if len(node.output) > _SCORES else ""
+        while scores:
+            readers = [one for one in self.graph.node if scores in one.input]
+            if len(readers) != 1:
+                return None
+            (reader,) = readers
+            if reader.op_type == "Where" and list(reader.input).index(scores) == 1:
+                return reader, reader.input[0]
+            scores = reader.output[0] if reader.op_type in _VIEWS and not reader.domain else ""
+        return None
 
     def _computed(self, name: str, positions: Array) -> Array:
         """Returns a value of a step whose slots have these positions; _Unknown if it depends on more."""
@@ -232,7 +237,7 @@ class _File:
             raise _Unknown(f"{node_title(node)} is not an op of positions")
         if node.op_type == "Range" and operands[2].item() * _LARGEST < operands[1].item() - operands[0].item():
             raise _Unknown(f"{node_title(node)} is too long")
-        if node.op_type in ("Add", "LessOrEqual", "Where", "Expand"):
+        if node.op_type in ("Add", "GreaterOrEqual", "LessOrEqual", "Where", "Expand"):
             shapes = [one.shape for one in operands] if node.op_type != "Expand" else [tuple(map(int, operands[1]))]
             if math.prod(np.broadcast_shapes(*shapes)) > _LARGEST:
                 raise _Unknown(f"{node_title(node)} is too large")

@@ -12,10 +12,9 @@ import numpy as np
 import onnx_ir as ir
 from partc.compiler.autodiff.builder import GradientBuilder, NoGradient
 from partc.compiler.autodiff.shapes import like
-from partc.compiler.ir.graph import SPARE_ENTRIES
 from partc.compiler.ops.families.indexing.row_ranges import OLDEST_OPSET, RowRange, look_up, rows_of, summable
 from partc.compiler.ops.families.shapes.concat import but_axes
-from partc.compiler.ops.local_shapes import as_int64, integer, integers
+from partc.compiler.ops.local_shapes import as_int64, integers
 from partc.compiler.ops.node import LETTERS, axis_of, dims, operand, opset_of, rank_of, same
 from partc.compiler.ops.registry import op
 from partc.compiler.ops.rule import WHOLE, Local, Rule
@@ -162,7 +161,7 @@ tensor_scatter = op(
     factors="b.d,b.d,b->b.d",
     linear="joint",
     partial=(0, 1),
-    remarks="the axis is replicated, except of caches whose entries `context` cuts",
+    remarks="the axis is replicated",
     precision="follow",
     rounds="exact",
     kernel="scatter",
@@ -174,35 +173,9 @@ def _(node: ir.Node) -> Rule | None:
     rank = rank_of(node.inputs[0])
     if rank is None:
         return None
-    axis = axis_of(node, rank, -2)
-    letters = but_axes(rank, (axis,))
+    letters = but_axes(rank, (axis_of(node, rank, -2),))
     places = () if len(node.inputs) < 3 else (None if operand(node, 2) is None else letters[0],)
-    if SPARE_ENTRIES in node.meta:
-        cache = f"{letters[:axis]}{ROW}{letters[axis + 1 :]}"
-        return Rule((cache, letters, *places), (cache,), linear="", local=_append)
     return Rule((letters, letters, *places), (letters,))
-
-
-def _append(local: Local) -> None:
-    """The entries are written on the rank that has them; on others among the spare ones, which end each shard and which no node reads."""
-    axis, total = (local.rule.inputs[0] or "").index(ROW), local.global_shapes[local.inputs[0]]
-    if local.num_shards(ROW) == 1:
-        local.same()
-        return
-    rows = int(str((total or ())[axis])) // local.num_shards(ROW)
-    begin, none, unused = (
-        integer(local, word, number)
-        for word, number in (
-            ("begin", local.index(ROW) * rows),
-            ("none", 0),
-            ("unused", rows - local.node.meta[SPARE_ENTRIES]),
-        )
-    )
-    here = local.emit("Sub", [local.inputs[2], begin], "here")
-    begun = local.emit("GreaterOrEqual", [here, none], "begun")
-    present = local.emit("And", [begun, local.emit("Less", [here, unused], "below")], "present")
-    index = local.emit("Where", [present, here, unused], "index")
-    local.same(inputs=[*local.inputs[:2], index])
 
 
 @tensor_scatter.row
