@@ -37,6 +37,7 @@ from partc.compiler.ops.families.neural.sharded_cache_attention import ENTRIES, 
 from partc.compiler.ops.rule import OWN
 from partc.compiler.plan.context import ContextRules
 from partc.compiler.plan.generate import GenerateRules
+from partc.compiler.rewrite.batch_norm import EXACT
 from partc.compiler.rewrite.generation.fused_attention import (
     CachedOperand,
     Sight,
@@ -355,6 +356,7 @@ class CutAttention:
             "MatMul",
             [op("scaled", "Mul", [query, number(f"scale_{factor:.9g}", np.float32(factor))]), key],
         )
+        products = [scores]
         if softcap:
             cap = number(f"softcap_{softcap:.9g}", np.float32(softcap))
             scores = op("capped", "Mul", [op("tanh", "Tanh", [op("uncapped", "Div", [scores, cap])]), cap])
@@ -363,7 +365,10 @@ class CutAttention:
         shares = op("new_shares", "Exp", [op("new_below_top", "Sub", [scores, most])])
         known = op("new_seen", "Where", [causal, shares, number("nothing", np.float32(0))])
         sums = op("new_total", "ReduceSum", [known, number("last_dim", [4])], keepdims=1)
-        mixed = op("new_mixed", "Concat", [op("new_values", "MatMul", [known, value]), sums], axis=4)
+        products.append(op("new_values", "MatMul", [known, value]))
+        mixed = op("new_mixed", "Concat", [products[1], sums], axis=4)
+        for maker in filter(None, (one.producer() for one in products)):
+            maker.meta[EXACT] = True  # they cancel terms that the fused op computes in float32
         times = op("new_of_others", "Mul", [mixed, number("times", np.float32(self.cut.ranks - 1))])
         turned = op("new_turned", "Transpose", [times], perm=[0, 3, 1, 2, 4])
         return op("new_joined", "Reshape", [turned, number(f"joined_{heads}", [0, 0, heads, -1])])
