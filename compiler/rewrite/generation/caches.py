@@ -9,7 +9,8 @@
 
 A cache's first dim is the slots that a step computes, and the dim that grew has the plan's `length`, so all steps have the same shapes. The
 number of valid entries is an input, `position` [slots]: the number of tokens before those of the step. Entries after a sequence's position
-are never read, since the model's mask ends there. A plan has two programs over the same caches (`step_form.py`).
+are never read, since the model's mask ends there. A plan has two programs over the same caches (`step_form.py`). Ranks may share the
+entries of each cache (`cut_caches.py`).
 
 The law. A cache is an input whose readers are Shapes and one Concat, which has it as its first operand and makes an output of the graph.
 All caches grow along one dim by as many entries as the step has tokens.

@@ -266,6 +266,7 @@ class CutAttention:
         assert cache is not None
         assert cache.shape is not None
         kind = cache.dtype
+        assert kind is not None
         kv, size = int(str(cache.shape[1])), int(str(cache.shape[3]))
         factor = node.attributes.get_float("scale", 0.0) or 1 / math.sqrt(size)
         softcap = node.attributes.get_float("softcap", 0.0)

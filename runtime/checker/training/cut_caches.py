@@ -131,13 +131,14 @@ class _File:
             yield Violation(self.name, f"{fact}; each of {self.record.cut} ranks has one", help=_AGAIN)
             return
         every = range(0, self.record.length, self.tokens)
-        positions = np.array(every[:: -(-len(every) // MOST)], np.int64)
+        positions, proven = np.array(every[:: -(-len(every) // MOST)], np.int64), set[str]()
         for node in nodes:
             yield from self._append(node, positions, place)
             mask = self._mask_of(node)
             if mask is None:
                 yield self._violation(node, "no Where hides the scores of entries that are not in the rank's shard")
-            else:
+            elif mask[1] not in proven:
+                proven.add(mask[1])
                 yield from self._mask(*mask, place)
 
     def _entries(self, positions: Array, place: int) -> Array:
@@ -175,7 +176,7 @@ class _File:
             except _Unknown as error:
                 yield self._violation(node, f"its mask cannot be computed: {error}")
                 return
-            ends = self._entries(np.array([position], np.int64), place) + np.arange(self.tokens)
+            ends = int(self._entries(np.array([position], np.int64), place)[0]) + np.arange(self.tokens)
             wanted = np.arange(seen.shape[-1] if seen.ndim else 0)[None] <= ends[:, None]
             if seen.shape != (1, 1, 1, *wanted.shape) or len(wanted[0]) <= ends[-1] or (seen[0, 0, 0] != wanted).any():
                 fact = (
