@@ -100,6 +100,25 @@ def test_prompts_share_entries_that_ranks_have(two: Path) -> None:
     assert [one.tokens for one in again[1:]] == [model.tokens([*prompt[:40], last], 4) for last in (50, 60)]
 
 
+@pytest.mark.parametrize("form", ["softcap", *of_today(["scale"], 1)])
+def test_scores_are_scaled_and_capped_as_the_model_does(form: str, tmp_path: Path) -> None:
+    """Those of the new entries, which are subtracted, as those of the fused op."""
+    model = decoder(**FORM)
+    for node in (node for node in model.graph.node if node.op_type == "Attention"):
+        if form == "softcap":
+            node.attribute.append(helper.make_attribute("softcap", 0.5))
+        else:
+            next(one for one in node.attribute if one.name == "scale").f = 2.0
+    onnx.save(model, tmp_path / "model.onnx")
+    (tmp_path / "plan.yaml").write_text(f"{cut(3)}generate: {{{KEYS}}}\n")
+    compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
+    with load_local_generator(tmp_path / "build") as generator:
+        found = [answer.tokens for answer in generator.run(requests())]
+    unsharded = Unsharded(model)
+    assert found == [unsharded.tokens(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+    assert found != [Unsharded(decoder(**FORM)).tokens(*one) for one in zip(PROMPTS, COUNTS, strict=True)]
+
+
 def test_two_ranks_over_mpi(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     onnx.save(decoder(**FORM), tmp_path / "model.onnx")
     (tmp_path / "plan.yaml").write_text(f"{cut(2)}generate: {{{KEYS}}}\n")

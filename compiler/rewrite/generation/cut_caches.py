@@ -3,7 +3,7 @@
     y, scores = ShardedCacheAttention(q, k, v, caches, ends)     lse = log sum exp scores        of a rank
     m = max lse                                                                                  AllReduce(max)
     w = exp(lse - m)                  merged = sum of w y, and of w                              AllReduce(sum) of both together
-    e = exp(new scores - m)           result = (sum of w y - (p - 1) e v) / (sum of w - (p - 1) sum of e)
+    e = exp(new scores - m)           result = (sum of w y - (p - 1) e v) / (sum of w - (p - 1) sum of e)    each rank subtracts a p-th
 
 Entries are dealt out to the p ranks in blocks of a chunk: of a sequence of any length each rank has as many entries as the others, up to a
 block. An entry's block is position / chunk, and its rank is block modulo p. A rank's entries of a sequence are the first ones of its shard:
@@ -13,8 +13,8 @@ it reads no others.
 
 The new entries of a step are of one block, as the positions of chunks are multiples of a chunk. Every rank appends them to its own entries,
 in place, and attends them. On the ranks that they do not belong to the next entries are written over them, and the block at the end of a
-shard is spare, for those. So the p results have the new entries p times: p - 1 of them, which each rank computes, are subtracted. That
-loses nothing, since they are at most a part of what is left. A rank without entries has a result of the new ones alone.
+shard is spare, for those. So the p results have the new entries p times, of which p - 1 are subtracted. That loses nothing, since what is
+left has at least as much of them. A rank without entries has a result of the new ones alone.
 
 In the global view a cache has p * rows entries, and the merge is in plain ops, of which propagation makes partial results.
 """
@@ -299,17 +299,9 @@ class CutAttention:
         by_token = op("weight_of_token", "Transpose", [weight], perm=[0, 1, 3, 2, 4])
         apart = op("of_heads", "Reshape", [single(own, "of_rank_32"), number(f"apart_{heads}", [0, 0, 0, heads, -1])])
         mixed = op("mixed_of_rank", "Concat", [op("weighted", "Mul", [apart, by_token]), by_token], axis=4)
-        merged = op("merged", "ReduceSum", [mixed, first_dim], keepdims=0)
-        new = self._new_entries(
-            [single(one, f"{word}_32") for one, word in zip(rows, "qkv", strict=True)],
-            heads,
-            kv,
-            factor,
-            softcap,
-            top,
-            causal,
-        )
-        left = op("merged_once", "Sub", [merged, new])
+        singles = [single(one, f"{word}_32") for one, word in zip(rows, "qkv", strict=True)]
+        surplus = self._surplus(singles, heads, kv, factor, softcap, top, causal)
+        left = op("merged", "ReduceSum", [op("part_of_rank", "Sub", [mixed, surplus]), first_dim], keepdims=0)
         begin, end, stop = (number(f"at_{at}", [at]) for at in (0, size, size + 1))
         made = op(
             "attended",
@@ -331,7 +323,7 @@ class CutAttention:
             for each in (*one.between, one.append):
                 take_out(build.graph, each)
 
-    def _new_entries(
+    def _surplus(
         self,
         rows: Sequence[ir.Value],
         heads: int,
@@ -341,7 +333,7 @@ class CutAttention:
         top: ir.Value,
         causal: ir.Value,
     ) -> ir.Value:
-        """Returns what ranks that do not have the new entries add for them to the merged results: [slots, tokens, heads, size + 1]."""
+        """Returns the share of each rank in the p - 1 terms of the new entries that are too many: [slots, tokens, heads, size + 1]."""
         op, number, group = self.build.op, self._number, heads // kv
         parted = [
             op(f"{word}_parted", "Reshape", [one, number(f"parted_{count[0]}_{count[1]}", [0, 0, *count, -1])])
@@ -370,6 +362,7 @@ class CutAttention:
         mixed = op("new_mixed", "Concat", [products[1], sums], axis=4)
         for maker in filter(None, (one.producer() for one in products)):
             maker.meta[EXACT] = True  # they cancel terms that the fused op computes in float32
-        times = op("new_of_others", "Mul", [mixed, number("times", np.float32(self.cut.ranks - 1))])
+        share = np.float32((self.cut.ranks - 1) / self.cut.ranks)
+        times = op("new_of_others", "Mul", [mixed, number("share", share)])
         turned = op("new_turned", "Transpose", [times], perm=[0, 3, 1, 2, 4])
         return op("new_joined", "Reshape", [turned, number(f"joined_{heads}", [0, 0, heads, -1])])

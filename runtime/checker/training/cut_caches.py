@@ -30,6 +30,8 @@ MOST, _FEW = 8192, 6
 _LARGEST = 1 << 24
 """The most elements of a value that is computed."""
 _AGAIN = "compile the model again"
+_OF_ONE = ("Gather", "ReduceMax", "Reshape", "Slice", "Squeeze", "Unsqueeze")
+"""Ops whose result has no more elements than their first operand; further operands say how it is taken."""
 _VIEWS = ("Cast", "Identity", "Unsqueeze")
 """Ops between the scores of an attention and their mask."""
 _CACHES, _ENDS, _TOTAL, _SCORES = (3, 4), 5, 6, 3
@@ -236,12 +238,15 @@ class _File:
         kernel = _KERNELS.get(node.op_type) if not node.domain else None
         if kernel is None:
             raise _Unknown(f"{node_title(node)} is not an op of positions")
-        if node.op_type == "Range" and operands[2].item() * _LARGEST < operands[1].item() - operands[0].item():
-            raise _Unknown(f"{node_title(node)} is too long")
-        if node.op_type in ("Add", "GreaterOrEqual", "LessOrEqual", "Where", "Expand"):
-            shapes = [one.shape for one in operands] if node.op_type != "Expand" else [tuple(map(int, operands[1]))]
-            if math.prod(np.broadcast_shapes(*shapes)) > _LARGEST:
-                raise _Unknown(f"{node_title(node)} is too large")
+        if node.op_type == "Range":
+            begin, end, step = (one.item() for one in operands)
+            size = (end - begin) / step if step else math.inf
+        elif node.op_type == "Expand":
+            size = math.prod(map(int, operands[1])) * operands[0].size
+        else:
+            size = 1 if node.op_type in _OF_ONE else math.prod(np.broadcast_shapes(*[one.shape for one in operands]))
+        if size > _LARGEST:
+            raise _Unknown(f"{node_title(node)} has more than {_LARGEST:,} elements")
         return np.asarray(kernel(*operands))
 
     def _violation(self, node: NodeProto, fact: str) -> Violation:
