@@ -69,12 +69,6 @@ _TOGETHER = (
         "write `quantize` into the plan",
         never=("--ranks", "--plan", "--from"),
     ),
-    _Rule(
-        ("--context",),
-        "not for a plan that generates: a step has one token of each sequence",
-        "leave out --context",
-        never=("--generate",),
-    ),
     _Rule(("--slots", "--cache"), "for a proposal of generation", "add --generate LENGTH", ("--generate",)),
     _Rule(
         ("--generate",),
@@ -122,7 +116,7 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
     "cp",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Propose to shard the tokens of sequences over N ranks.",
+    help="Propose to shard the tokens of sequences over N ranks; of --generate, the entries of caches.",
 )
 @click.option("--memory", callback=_bytes, metavar="SIZE", help="Memory of a rank for --ranks, such as 8GB.")
 @click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Records of a batch for --ranks.")

@@ -423,7 +423,7 @@ class _Program:
         self.promises = {tag: at_sizes(shape, self.symbols, sizes) for tag, shape in promises.items()}
         self._bound_lookups()
         if generation is not None:
-            self.of.close(generation.length if begins else generation.length + generation.chunk - 1)
+            self.of.close(generation.first_entries(generation.length) if begins else generation.room_for_entries)
 
     def weights(self) -> dict[tuple[str, str], int]:
         """Maps each target and weight that is read there to bytes; weights that are only sent or passed on are on the CPU."""
@@ -510,8 +510,14 @@ class _Program:
         return sum(place.bytes is None for own in self.sessions.values() for places in own for place in places)
 
     def inside(self, target: str, pool: Pool) -> int:
-        """Returns the bytes inside of a target's sessions: a pool for each session of a decoder, else the growth of the common `pool`."""
-        return sum((Pool() if self.file.caches else pool).hold(places) for places in self.sessions.get(target, ()))
+        """Returns the bytes inside of a target's sessions: the growth of the common `pool`, or of a decoder a pool for each session.
+
+        Where ranks share the entries of caches, sessions have a common arena, which doubles.
+        """
+        sessions = self.sessions.get(target, ())
+        if self.generation is not None and self.generation.cut > 1:
+            return 2 * sum(pool.hold(places) for places in sessions)
+        return sum((Pool() if self.file.caches else pool).hold(places) for places in sessions)
 
     def places(self, segment: Segment) -> list[Span[str, int]]:
         """Returns the places inside of a segment's session."""

@@ -86,6 +86,8 @@ def _inferred(
     node = step.node
     if bodies(node):
         return ()
+    if (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention"):  # which has no schema here
+        return _of_fused_attention(step, operand_types)
     names = {value: str(k) for k, value in enumerate(dict.fromkeys((*step.reads, *step.makes)))}
     outputs = ["" if value is None else names[value] for value in step.outputs]
     proto = node_proto(step, ["" if value is None else names[value] for value in step.inputs], outputs)
@@ -97,6 +99,21 @@ def _inferred(
     except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError):
         return ()
     return [found.get(name) for name in outputs]
+
+
+def _of_fused_attention(step: Compute, operand_types: Types) -> Sequence[onnx.TypeProto | None]:
+    """The types of a result, of two caches, and of scores, whose number of entries is an operand."""
+    operands = [None if value is None else operand_types[value] for value in step.inputs]
+    query, keys, values = operands[0], operands[3], operands[4]
+    if query is None:
+        return ()
+    scores = onnx.TypeProto()
+    scores.CopyFrom(query)
+    rows, tokens, _ = query.tensor_type.shape.dim
+    del scores.tensor_type.shape.dim[:]
+    heads = onnx.TensorShapeProto.Dimension(dim_value=step.node.attributes.get_int("num_heads", 0))
+    scores.tensor_type.shape.dim.extend([rows, heads, tokens, onnx.TensorShapeProto.Dimension()])
+    return query, keys, values, scores
 
 
 def _type_of(value: Value) -> onnx.TypeProto | None:

@@ -1,5 +1,7 @@
 """The plan's `context`: shards the tokens of a sequence over a mesh axis, and says in which of three ways attention is computed.
 
+In a plan with `generate` it shards the entries of caches, and has an axis alone.
+
 context: {axis: cp, attention: auto, memory: 256MB}
 """
 
@@ -20,7 +22,9 @@ class ContextRules(PlacedOptions):
 
     KEY: ClassVar[str] = "context"
 
-    axis: str = Field(description="The mesh axis that cuts the tokens' dim of inputs and labels.")
+    axis: str = Field(
+        description="The mesh axis that cuts the tokens' dim of inputs and labels; beside `generate`, the entries of caches."
+    )
     attention: Literal["auto", "ring", "heads", "gather"] = Field(
         "auto",
         description="gather: each rank gets all keys and values; heads: each rank gets all tokens of its heads; ring: keys and values pass "

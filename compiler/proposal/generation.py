@@ -58,7 +58,8 @@ class Generation:
         """As many groups as stages, where they divide the slots, of which there is one for each group and replica unless they are given."""
         slots = slots or degrees.dp * degrees.stages
         groups = degrees.stages if slots % (degrees.dp * degrees.stages) == 0 else 1
-        return cls(length, slots, groups, chunk=min(DEFAULT_CHUNK, length), cache=cache)
+        chunk = min(DEFAULT_CHUNK, max(1, length // degrees.cp))  # entries are dealt out in blocks of a chunk
+        return cls(length, slots, groups, chunk=chunk, cache=cache)
 
     def of_model(self, graph: ir.Graph, decoding: Decoding) -> Self:
         """With as many entries of an encoder as tokens, where the model's takes any number, chunks of one token of a model with states, and

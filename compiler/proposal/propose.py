@@ -88,7 +88,7 @@ def propose(
         law = "experts are matrices of one weight, of which a router chooses some for each token"
         raise CompileError(Problem(name, fact, law, "leave out --ep"))
     stages = balanced_stages(program, degrees.stages, machine, generation is not None) if degrees.stages > 1 else []
-    if degrees.cp > 1:
+    if degrees.cp > 1 and generation is None:
         batch = with_tokens(source, taken_apart(source, frame, name), batch, degrees.cp)
     work = Work(source, name, degrees, batch, program, stages, device, generation, _of_imported(source, imported))
     if degrees.tp == 1:
@@ -199,7 +199,13 @@ class Work:
                 more: BasePlan = more,
             ) -> str:
                 own = targets.section() if targets is not None else ()
-                sections = (*placed, *_sections(program, degrees, batch, cut, kept), *own, *generated, *more.sections)
+                sections = (
+                    *placed,
+                    *_sections(program, degrees, batch, cut, kept, bool(generated)),
+                    *own,
+                    *generated,
+                    *more.sections,
+                )
                 outputs = tuple(_outputs(source, degrees, kept))
                 ranks = [f"ranks: {degrees.ranks}"]
                 if degrees.mesh:
@@ -323,10 +329,12 @@ def _placement(degrees: Degrees, stages: list[Stage], moved: Mapping[str, int]) 
 
 
 def _sections(
-    program: Typed, degrees: Degrees, batch: Batch, cut: TensorParallel | None, kept: list[Cache]
+    program: Typed, degrees: Degrees, batch: Batch, cut: TensorParallel | None, kept: list[Cache], generates: bool
 ) -> Iterator[str]:
     if degrees.cp > 1:
-        yield "context: {axis: cp}   # the tokens of a sequence are sharded; each attention takes the way of the fewest bytes"
+        what = "the tokens of a sequence are sharded; each attention takes the way of the fewest bytes"
+        what = "each rank has its share of the entries of every cache" if generates else what
+        yield f"context: {{axis: cp}}   # {what}"
         yield ""
     if cut is not None and cut.groups:
         yield "sharding:"

@@ -102,18 +102,8 @@ def shard_context(program: Typed) -> Typed:
     """
     rules = program.plan.context
     ranks = 0 if rules is None else dict(program.plan.mesh).get(rules.axis, 0)  # the unsharded model has no mesh
-    if rules is None or not ranks or (ranks == 1 and rules.attention != "ring"):
-        return program
-    if program.generation is not None:
-        law = "a step has one token of each sequence, and caches are not cut along their entries"
-        raise CompileError(
-            Problem(
-                rules.where(),
-                "'context' beside 'generate'",
-                law,
-                "leave out 'context'; an axis tp shards the heads of caches",
-            )
-        )
+    if program.generation is not None or rules is None or not ranks or (ranks == 1 and rules.attention != "ring"):
+        return program  # of a decoder it cuts the caches (`generation/cut_caches.py`)
     attentions_found, lengths = attentions(program)
     strange = list[Problem]()
     known = {one for each in attentions_found for one in (each.scores, *each.between, each.product)}

@@ -55,6 +55,15 @@ def binds_rows(name: str) -> bool:
     return kind in (PREFILL, ENCODE, DRAFT) or (kind == DECODE and size > 0)
 
 
+def room_for_entries(length: int, chunk: int, cut: int) -> int:
+    """Returns the entries of a slot in a rank's shard of a cache that `cut` ranks share.
+
+    A step writes a whole chunk, even for fewer tokens, so there is room for one at the end. Where several ranks share a cache, block k of a
+    chunk of its entries is on rank k modulo `cut`; a shard has whole blocks, and a spare one for what is appended on other ranks.
+    """
+    return length + chunk - 1 if cut == 1 else (-(-length // (cut * chunk)) + 1) * chunk
+
+
 class EmbeddingRecord(BaseModel):
     """The output [slots, width] of each program with the input of the head: of a slot's last token, or the sum over its tokens."""
 
@@ -170,7 +179,8 @@ class GenerationRecord(StepPorts):
     `defaults`: what requests of commands ask for where they do not say. `encoder`: that of an encoder before the decoder; None of a decoder
     alone. `narrow_chunks`, `narrow_rows`: the tokens of narrow prefills, and the slots of each run of narrow decodes, in rising order.
     `adapters`: the names of adapters. `products`: the kinds of products with quantized weights. `states`: the caches that each token
-    replaces: prompts are then read by decodes, a token a step.
+    replaces: prompts are then read by decodes, a token a step. `cut`: the number of ranks over which each cache is cut along its entries,
+    in blocks of a chunk (`room_for_entries`).
     """
 
     vocabulary: int = Field(ge=1)
@@ -190,6 +200,16 @@ class GenerationRecord(StepPorts):
     products: list[Blocks] = []
     adapters: list[str] = []
     states: list[str] = []
+    cut: int = Field(1, ge=1)
+
+    @property
+    def room_for_entries(self) -> int:
+        """The entries of a slot for which a rank's shard of a cache has room."""
+        return room_for_entries(self.length, self.chunk, self.cut)
+
+    def first_entries(self, count: int) -> int:
+        """Returns the number of entries at the begin of a rank's shard that contain those of a slot's first `count` tokens."""
+        return count if self.cut == 1 else -(-count // (self.cut * self.chunk)) * self.chunk
 
     @property
     def narrow(self) -> list[str]:

@@ -44,6 +44,7 @@ from partc.runtime.checker.graph.run_list import check_run_list
 from partc.runtime.checker.graph.types import check_types
 from partc.runtime.checker.graph.weights import check_weights
 from partc.runtime.checker.subject import SingleFile, StateCounts, Subject
+from partc.runtime.checker.training.cut_caches import check_cut_caches
 from partc.runtime.checker.training.generation import check_generation
 from partc.runtime.checker.training.in_place import check_updates
 from partc.runtime.checker.training.packed import check_packed
@@ -111,6 +112,7 @@ CHECKS = (
     Check("updates in place", TRAINING, check_updates, ("what ranks keep",)),
     Check("the generation", TRAINING, check_generation, ("what ranks keep",)),
     Check("that slots keep apart", TRAINING, check_slots, SOUND),
+    Check("that each entry of a cache is on one rank", TRAINING, check_cut_caches, SOUND),
     Check("the bodies of branches and loops", ACROSS, lambda one: check_bodies(one.manifest, one.models), SOUND),
     Check(
         "that shards fit and partial values are reduced",

@@ -227,7 +227,8 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
     # of several sessions idle threads of one that spin would take the cores from the next
     several = sum(isinstance(step, Segment) for step in file.steps) > 1
     spinning, keeps = settings.spinning and not several, bool(file.state)
-    settings = replace(settings, spinning=spinning, keeps=keeps, caches=file.caches)
+    one_arena = artifact.generation is not None and artifact.generation.cut > 1
+    settings = replace(settings, spinning=spinning, keeps=keeps, caches=file.caches, one_arena=one_arena)
     used = used_targets(file.steps, settings.devices)
     refuse_missing(settings.devices, used, str(artifact.folder))
     targets = locations(file, settings.devices, state.targets if state is not None else None)

@@ -212,7 +212,7 @@ class Generator:
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         """Copies the first entries of slots into other slots of the same run, which the same ranks have."""
-        room = self.record.length + self.record.chunk - 1
+        room = self.record.room_for_entries
 
         def write(rows: Mapping[int, Array]) -> None:
             for copy in copies:
@@ -220,7 +220,11 @@ class Generator:
                     source, target = rows[copy.source], rows[copy.target]
                     # a cache whose other dims have the same size is copied whole: what lies behind the entries is never read
                     grows = [dim for dim, size in enumerate(source.shape) if size == room]
-                    entries = (*(slice(None),) * grows[0], slice(copy.count)) if len(grows) == 1 else ...
+                    entries = (
+                        (*(slice(None),) * grows[0], slice(self.record.first_entries(copy.count)))
+                        if len(grows) == 1
+                        else ...
+                    )
                     target[entries] = source[entries]
 
         self._write(write)

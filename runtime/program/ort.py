@@ -74,8 +74,11 @@ value uses another order where that value has no other reader.
 
 
 @functools.cache
-def _one_arena(device: Device) -> bool:
-    """Whether onnxruntime has one arena on a device for all sessions of this process that request it; else each has its own memory."""
+def _one_arena(device: Device, doubles: bool = False) -> bool:
+    """Whether onnxruntime has one arena on a device for all sessions of this process that request it; else each has its own memory.
+
+    With `doubles` the arena doubles when it grows, else it grows by the requested size. A process has one of the two.
+    """
     import onnxruntime
 
     ((provider, options),) = device.providers
@@ -83,12 +86,12 @@ def _one_arena(device: Device) -> bool:
     try:
         name = "Cpu" if device.is_host else "Cuda"
         memory = onnxruntime.OrtMemoryInfo(name, kinds.ORT_ARENA_ALLOCATOR, device.number, devices.DEFAULT)
-        grown_as_asked = onnxruntime.OrtArenaCfg(0, 1, -1, -1)
+        settings = onnxruntime.OrtArenaCfg(0, 0 if doubles else 1, -1, -1)
         if device.is_host:
-            onnxruntime.create_and_register_allocator(memory, grown_as_asked)
+            onnxruntime.create_and_register_allocator(memory, settings)
         else:
             number = {"device_id": options["device_id"]}
-            onnxruntime.create_and_register_allocator_v2(provider, memory, number, grown_as_asked)
+            onnxruntime.create_and_register_allocator_v2(provider, memory, number, settings)
     except Exception:
         return False  # another arena is registered already, with other settings, or this onnxruntime has none
     return True
@@ -109,6 +112,7 @@ def new_session(
     numbers: Mapping[str, Array] = MappingProxyType({}),
     tables: Collection[str] = (),
     large: bool = False,
+    doubles: bool = False,
 ) -> Session:
     """Returns a session with all optimizations and without a memory arena of its own; `entries` are session options by name.
 
@@ -120,7 +124,7 @@ def new_session(
 
     With `grows` values inside are a little larger in each step, like the part of a decoder's cache that is read. The common arena asks the
     system for exactly the requested size, so none of its freed pieces would fit the next step, and it would grow by all of them in each
-    step; such a session has an arena of its own, which doubles each time.
+    step; such a session has an arena of its own, which doubles each time. With `doubles`, too, all such sessions of the process have one.
 
     With `profile` onnxruntime notes when each node runs; `end_profiling` returns the path of the file, which begins with `profile`.
 
@@ -140,7 +144,7 @@ def new_session(
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
-    shared = not grows and _one_arena(HOST if device.is_host else device)
+    shared = (doubles or not grows) and _one_arena(HOST if device.is_host else device, grows)
     options.enable_cpu_mem_arena = device.is_host and (shared or grows)
     if shared or grows:
         options.enable_mem_pattern = False

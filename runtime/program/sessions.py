@@ -52,6 +52,8 @@ class Settings:
     devices: Devices = field(default_factory=Devices)
     keeps: bool = False
     caches: frozenset[str] = frozenset()
+    one_arena: bool = False
+    """Whether the sessions of a decoder have one arena together: where ranks share caches, each layer has several sessions."""
     profile: str = ""
     """The prefix of the files in which onnxruntime writes the times of segments' nodes; empty to write none."""
     tables: dict[bytes, Array] = field(default_factory=dict, compare=False)
@@ -183,6 +185,7 @@ class Builder:
                 arrays,
                 tables,
                 len(model.graph.node) >= LARGE,
+                settings.one_arena,
             )
         except Exception as error:
             if not device.is_host:

@@ -84,6 +84,36 @@ def test_a_folder_generates_as_transformers_does(llama: Path, tmp_path: Path) ->
     assert made == wanted
 
 
+GPT2 = {"vocab_size": 12, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "initializer_range": 0.3}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_share_caches_make_the_tokens_of_transformers(
+    name: str, ranks: int, llama: Path, tmp_path: Path
+) -> None:
+    """A prompt of seven tokens has entries on all ranks; heads of keys are fewer than those of queries in one of the two."""
+    folder, kind = llama, transformers.LlamaForCausalLM
+    if name == "gpt2":
+        torch.manual_seed(0)
+        folder, kind = tmp_path / "gpt2", transformers.GPT2LMHeadModel
+        kind(transformers.GPT2Config(**GPT2)).save_pretrained(folder)
+    plan = (
+        f"ranks: {ranks}\nmesh: {{cp: {ranks}}}\ncontext: {{axis: cp}}\ngenerate: {{slots: 2, length: 16, chunk: 2}}\n"
+    )
+    (tmp_path / "plan.yaml").write_text(plan)
+    compile_model(folder, tmp_path / "plan.yaml", tmp_path / "build")
+    with load_local_generator(tmp_path / "build", threads=1) as generator:
+        made = [one.tokens for one in generator.run([Request(prompt, max_tokens=COUNT) for prompt in PROMPTS])]
+    whole, wanted = kind.from_pretrained(folder, local_files_only=True), list[list[int]]()
+    for prompt in PROMPTS:
+        tokens = [*prompt]
+        for _ in range(COUNT):
+            tokens.append(int(whole(torch.tensor([tokens])).logits[0, -1].argmax()))
+        wanted.append(tokens[len(prompt) :])
+    assert made == wanted
+
+
 @pytest.fixture(scope="module")
 def exported(llama: Path) -> Path:
     path = llama.with_suffix(".onnx")

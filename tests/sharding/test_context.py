@@ -10,12 +10,10 @@ import onnx
 import onnx_ir as ir
 import pytest
 from context_case import DEPTH, LENGTH, TRAIN, Windowed, decoder, feeds, received, units
-from decoders import decoder as cached
 from mutated import change_file, texts
 from partc.compiler import nn
 from partc.compiler.errors import CompileError
 from partc.compiler.frontend.inputs import Spec
-from partc.compiler.frontend.onnx_file import from_proto
 from partc.compiler.frontend.source import Source
 from partc.compiler.frontend.trace import trace
 from partc.compiler.lower import ring
@@ -188,14 +186,3 @@ def test_a_window_is_not_taken_for_a_causal_mask(window: float, tmp_path: Path) 
     program = same_training(source, text, tmp_path, [{"x": x, "labels": labels}], rtol=1e-5, atol=1e-5)
     (node,) = [node for node in program.model.graph if node.op_type == "RingAttention"]
     assert node.attributes.get_int("causal", 1) == 0
-
-
-def test_a_plan_that_generates_has_no_context(tmp_path: Path) -> None:
-    text = "ranks: 2\nmesh: {cp: 2}\ncontext: {axis: cp}\ngenerate: {length: 32, slots: 2, chunk: 8}\n"
-    with pytest.raises(CompileError) as error:
-        compile_source(Source(from_proto(cached(), Path("model.onnx"))), parse_plan(text, "plan.yaml"), tmp_path)
-    assert str(error.value) == (
-        "plan.yaml:3: 'context' beside 'generate'\n"
-        "  a step has one token of each sequence, and caches are not cut along their entries\n"
-        "  help: leave out 'context'; an axis tp shards the heads of caches"
-    )

@@ -9,7 +9,8 @@
 
 A cache's first dim is the slots that a step computes, and the dim that grew has the plan's `length`, so all steps have the same shapes. The
 number of valid entries is an input, `position` [slots]: the number of tokens before those of the step. Entries after a sequence's position
-are never read, since the model's mask ends there. A plan has two programs over the same caches (`step_form.py`).
+are never read, since the model's mask ends there. A plan has two programs over the same caches (`step_form.py`). Ranks may share the
+entries of each cache (`cut_caches.py`).
 
 The law. A cache is an input whose readers are Shapes and one Concat, which has it as its first operand and makes an output of the graph.
 All caches grow along one dim by as many entries as the step has tokens.
@@ -39,6 +40,7 @@ from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, Plan, SymbolRule
 from partc.compiler.rewrite.adapters import add_slot_adapters
 from partc.compiler.rewrite.generation.attended_caches import append_apart
+from partc.compiler.rewrite.generation.cut_caches import CutAttention, CutEntries, cut_of
 from partc.compiler.rewrite.generation.encoder import ENCODER_LENGTH, Encoder
 from partc.compiler.rewrite.generation.fused_attention import FUSED, fuse_attention, head_counts, sights_of
 from partc.compiler.rewrite.generation.next_token import (
@@ -59,7 +61,14 @@ from partc.compiler.rewrite.generation.states import renew, states_of
 from partc.compiler.rewrite.generation.step_form import StepForm, narrow_chunks, narrow_rows
 from partc.compiler.rewrite.opset import converted, cuts
 from partc.compiler.rewrite.straighten import straighten
-from partc.runtime.artifact.generation import Blocks, DraftRecord, EmbeddingRecord, GenerationRecord, RequestDefaults
+from partc.runtime.artifact.generation import (
+    Blocks,
+    DraftRecord,
+    EmbeddingRecord,
+    GenerationRecord,
+    RequestDefaults,
+    room_for_entries,
+)
 from partc.runtime.units import count
 
 OPSET = 24
@@ -90,8 +99,9 @@ def caches_as_state(program: Loaded) -> Loaded:
     if program.kind is ProgramKind.ENCODE:
         assert encoder is not None
         return _encoding(program, encoder, build, form)
+    cut = cut_of(program, rules, encoder is not None)
     apart = {} if encoder is None else encoder.leave(build, form)
-    work = _Caches(model, form, program.name)
+    work = _Caches(model, form, program.name, cut)
     chosen = work.rewrite(shards_of(program, work.scores, name_of(work.ids)))
     embedding = None
     if rules.embeddings is not None:
@@ -134,6 +144,7 @@ def caches_as_state(program: Loaded) -> Loaded:
         runs=form.runs,
         narrow_chunks=narrow_chunks(rules) if work.padded else [],
         narrow_rows=narrow_rows(rules, form.runs),
+        cut=1 if cut is None else cut.ranks,
         products=_products(model.graph),
         padded=work.padded,
         states=[*map(name_of, work.states)],
@@ -294,8 +305,8 @@ class _Caches:
     a step.
     """
 
-    def __init__(self, model: ir.Model, form: StepForm, name: str) -> None:
-        self.graph, self.form, self.name = model.graph, form, name
+    def __init__(self, model: ir.Model, form: StepForm, name: str, cut: CutEntries | None) -> None:
+        self.graph, self.form, self.name, self.cut = model.graph, form, name, cut
         self.heads = head_counts(model)
         self.build = NodeBuilder(self.graph, _PATH)
         self.states = states_of(self.graph)
@@ -345,7 +356,16 @@ class _Caches:
             self.sizes = {}  # one slot, and a prompt's last chunk is as long as it is
         self.ids.shape = ir.Shape([self.form.rows, tokens])
         sights = sights_of(self.graph, self.heads, positions, self.form, self.name)
-        if self.padded:  # else a prompt's last step has fewer tokens
+        if self.cut is not None:
+            if not self.padded:
+                law = "each slot appends to its own block of a cache"
+                self.cut.refuse(
+                    "it counts positions from one length for all", law, "export it with an input 'position_ids'"
+                )
+            if not self.pairs:
+                self.cut.refuse("it has no cache with entries", "states of fixed size have none to cut")
+            CutAttention(self.build, positions, self.cut).rewrite(self.heads, sights, self.caches)
+        elif self.padded:  # else a prompt's last step has fewer tokens
             left = fuse_attention(self.build, self.heads, sights, self.caches, positions)
             self.unfused = tuple(node.name or node.op_type for node in left)
         drop_unread(self.graph, self.caches.values())
@@ -448,9 +468,10 @@ class _Caches:
         self.caches[cache] = following
 
     def _shape(self, pair: Append) -> tuple[int, ...]:
-        """Returns the shape of a cache. A step writes a whole chunk, even for fewer tokens, so there is room for one at the end."""
+        """Returns the shape of a cache."""
         dims = [*(pair.past.shape or ())]
-        dims[0], dims[pair.axis] = self.form.rows, self.form.rules.length + self.form.rules.chunk - 1
+        rules, ranks = self.form.rules, 1 if self.cut is None else self.cut.ranks
+        dims[0], dims[pair.axis] = self.form.rows, ranks * room_for_entries(rules.length, rules.chunk, ranks)
         if unknown := [str(dim) for dim in dims if not isinstance(dim, int)]:
             fact = f"'{pair.past.name}' has the dim {unknown[0]}, which is neither the batch nor the one along which it grows"
             raise CompileError(Problem(self.name, fact, help=f"export the model with a number for {unknown[0]}"))

@@ -60,7 +60,7 @@ def head_counts(model: ir.Model) -> dict[ir.Node, int]:
 
 
 @dataclass(frozen=True)
-class _Read:
+class CachedOperand:
     """The keys or values that an Attention reads: the node that appends them, the nodes from there to the Attention, and the new entries.
 
     `scale`: the scale of a cache in int8, else None.
@@ -110,8 +110,10 @@ def fuse_attention(
     """
     left = list[ir.Node]()
     for node, sight in sights.items():
-        keys, values = (_read(node, k) for k in (1, 2))
+        keys, values = (operand_of_cache(node, k) for k in (1, 2))
         if keys is None or values is None or (keys.scale is None) != (values.scale is None):
+            continue
+        if not all(is_taken(one.append.inputs[0], one.scale) for one in (keys, values)):
             continue
         if sight is Sight.CAUSAL:
             _fuse(build, node, heads[node], (keys, values), replaced, positions)
@@ -120,7 +122,7 @@ def fuse_attention(
     return left
 
 
-def _read(node: ir.Node, k: int) -> _Read | None:
+def operand_of_cache(node: ir.Node, k: int) -> CachedOperand | None:
     """Returns the path from a cache to an operand, where the cache has no other reader; None where it has another form.
 
     The path is a Slice, for a cache in int8 also Cast and Mul, and where heads are repeated also Unsqueeze, Expand, Reshape.
@@ -134,8 +136,8 @@ def _read(node: ir.Node, k: int) -> _Read | None:
     return None
 
 
-def _read_of(append: ir.Node, between: list[ir.Node]) -> _Read | None:
-    kinds, cache, new = [one.op_type for one in between], append.inputs[0], append.inputs[1]
+def _read_of(append: ir.Node, between: list[ir.Node]) -> CachedOperand | None:
+    kinds, new = [one.op_type for one in between], append.inputs[1]
     if kinds[:3] == ["Reshape", "Expand", "Unsqueeze"]:
         if constant_ints(between[2], 1) != (2,):
             return None
@@ -149,10 +151,10 @@ def _read_of(append: ir.Node, between: list[ir.Node]) -> _Read | None:
     elif kinds != ["Slice"]:
         return None
     right = new is not None and new.dtype in (*_TYPES, None) and append.attributes.get_int("axis", -2) % 4 == 2
-    return _Read(append, tuple(between), new, scale) if right and new is not None and _is_taken(cache, scale) else None
+    return CachedOperand(append, tuple(between), new, scale) if right and new is not None else None
 
 
-def _is_taken(cache: ir.Value | None, scale: ir.Value | None) -> bool:
+def is_taken(cache: ir.Value | None, scale: ir.Value | None) -> bool:
     """Whether the fused op's kernel takes a cache: its type, and a head size that is a multiple of 8."""
     types = _TYPES if scale is None else (ir.DataType.INT8,)
     if cache is None or cache.shape is None or len(cache.shape) != 4 or cache.dtype not in types:
@@ -165,7 +167,7 @@ def _fuse(
     build: NodeBuilder,
     node: ir.Node,
     heads: int,
-    reads: tuple[_Read, _Read],
+    reads: tuple[CachedOperand, CachedOperand],
     replaced: dict[ir.Value, ir.Value],
     positions: Positions,
 ) -> None:
@@ -175,7 +177,7 @@ def _fuse(
     assert first.shape is not None
     kv = int(str(first.shape[1]))
     operands = (node.inputs[0], heads), *((read.new, kv) for read in reads)
-    rows = [_joined(build, node, value, count) for value, count in operands if value is not None]
+    rows = [joined_rows(build, node, value, count) for value, count in operands if value is not None]
     attributes = {"num_heads": heads, "kv_num_heads": kv}
     numbers = {name: node.attributes[name].as_float() for name in ("scale", "softcap") if name in node.attributes}
     numbers = {name: value for name, value in numbers.items() if value}
@@ -214,7 +216,7 @@ def _flat(build: NodeBuilder, scale: ir.Value) -> ir.Value:
     return build.constant(f"{scale.name}.flat", scale.const_value.numpy().reshape(-1))
 
 
-def _joined(build: NodeBuilder, node: ir.Node, value: ir.Value, heads: int) -> ir.Value:
+def joined_rows(build: NodeBuilder, node: ir.Node, value: ir.Value, heads: int) -> ir.Value:
     """Returns an Attention's operand [rows, heads, tokens, size] as [rows, tokens, heads * size], in nodes before the Attention.
 
     Exporters make the former from the latter by a Transpose, after which the heads may be rotated: then the rotation moves before it.

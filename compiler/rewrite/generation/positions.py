@@ -114,7 +114,7 @@ class Positions:
             slots = build.op("slots", "Shape", [self.ids], start=0, end=1)
             sizes = build.op("sizes", "Concat", [slots, self.length], axis=0)
             entries = build.op("of_each", "Expand", [node.inputs[0], sizes])
-            made = build.op("of_rows", "GatherElements", [entries, self._rows_of(self._steps())], axis=1)
+            made = build.op("of_rows", "GatherElements", [entries, self._rows_of(self.steps())], axis=1)
             build.put(before=node)
             ir.convenience.replace_all_uses_with(node.outputs[0], made)
             build.graph.remove(node, safe=True)
@@ -181,13 +181,13 @@ class Positions:
             return
         if (makers[0].attributes.get_int("start", 0), makers[0].attributes.get_int("end", 2)) != (1, 2):
             return
-        counted = self.build.op("counted", "Add", [self._steps(), first])
+        counted = self.build.op("counted", "Add", [self.steps(), first])
         counted.type = node.outputs[0].type
         self.build.put(before=node)
         ir.convenience.replace_all_uses_with(node.outputs[0], counted)
         self.build.graph.remove(node, safe=True)
 
-    def _steps(self) -> ir.Value:
+    def steps(self) -> ir.Value:
         """Returns the numbers of a step's tokens, from 0."""
         zero, one, first = (self.build.constant(name, n) for name, n in (("zero", 0), ("one", 1), ("begin", [0])))
         return self.build.op(
@@ -212,7 +212,7 @@ class Positions:
             build.constant(name, n) for name, n in (("zero", 0), ("one", 1), ("begin", [0]), ("axis", [1]))
         )
         if ROWS in inputs:
-            self._instead(inputs[ROWS], self._rows_of(self._steps()))
+            self._instead(inputs[ROWS], self._rows_of(self.steps()))
         if MASK in inputs:
             entries = build.op(
                 "entries", "Range", [zero, build.op("count_of_entries", "Squeeze", [self.length, first]), unit]

@@ -18,7 +18,7 @@ A number of ranks that neither divides the heads of keys nor is a multiple of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeVar
@@ -28,6 +28,7 @@ import onnx_ir as ir
 from partc.compiler.errors import CompileError, Problem
 from partc.compiler.ir.program import Typed
 from partc.compiler.matching import placement_rules, sharding_rules
+from partc.compiler.ops.families.neural.sharded_cache_attention import is_sharded_attention
 from partc.compiler.ops.node import constant_ints
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import WHOLE
@@ -60,7 +61,7 @@ def repeat_heads(program: Typed) -> Typed:
     if not rules:
         return program
     work = _Repeating(program)
-    problems: dict[Problem, None] = {}
+    problems = dict.fromkeys(work.shared(rules))
     for attention in (*work.fused(), *work.unfused()):
         lines = [next((line for line in work.makers(side) if line in rules), None) for side in attention.sides]
         cut = next((line for line in lines if line is not None), None)
@@ -139,6 +140,22 @@ class _Repeating(Rewriting[Typed]):
             known = [side for side in sides if side is not None]
             if len(known) == len(sides) == (2 if end.op_type == "Attention" else 1):
                 yield replace(known[0], sides=[values for side in known for values in side.sides])
+
+    def shared(self, rules: Mapping[ir.Node, ShardingRule]) -> Iterator[Problem]:
+        """Yields a problem for each projection of keys or values that has fewer heads than ranks, where ranks share the caches' entries."""
+        nodes = (node for node in self.before.model.graph if is_sharded_attention(node))
+        for node, k in ((node, k) for node in nodes for k in (1, 2)):
+            heads, new = node.attributes.get_int(_KEY_HEADS, 0), node.inputs[k]
+            line = None if new is None else new.producer()
+            while line is not None and line not in rules:
+                line = None if line.inputs[0] is None else line.inputs[0].producer()
+            if line is None or heads % (ranks := self.ranks_of(line)) == 0:
+                continue
+            fact = f"'{self.before.paths[line]}' makes {heads} heads of keys or values, and is cut over {ranks} ranks"
+            law = "heads of caches whose entries ranks share are not repeated: each rank has whole heads"
+            legal = [n for n in range(2, heads + 1) if heads % n == 0]
+            help_ = f"use {', '.join(map(str, legal))} ranks for it, or leave it whole" if legal else "leave it whole"
+            yield Problem(rules[line].where, fact, law, f"{help_}, or leave out 'context'")
 
     def _cached(self, append: ir.Node) -> tuple[ir.Node, _Attention | None]:
         """Follows a cache's heads to the node that ends their path; returns it with one side, None where its heads cannot be repeated."""

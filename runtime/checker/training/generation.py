@@ -213,7 +213,7 @@ def _adapters(manifest: Manifest, record: GenerationRecord) -> Iterator[str]:
 
 def _caches(subject: Subject, record: GenerationRecord, rows: int) -> Iterator[str]:
     """Yields the faults of the caches' room and rows; for several caches of one shape only the first."""
-    needed = record.length + record.chunk - 1
+    needed = record.cut * record.room_for_entries
     told = set[tuple[int, ...]]()
     for cache in (one for one in subject.manifest.state if one.kind == CACHE and one.ranks):
         if (shape := tuple(cache.shape)) in told:

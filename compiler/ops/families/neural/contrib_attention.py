@@ -65,7 +65,7 @@ def _(node: ir.Node) -> Rule | None:
 group_query_attention = op(
     "GroupQueryAttention",
     domain=CONTRIB,
-    factors="b.h,b.h,b.h,bh..,bh..,b,,_,_,b.,bh..,h,h,h->b.h,bh..,bh..",
+    factors="b.h,b.h,b.h,bh..,bh..,b,,_,_,b.,bh..,h,h,h->b.h,bh..,bh..,bh..",
     remarks="heads by those of the keys; packed heads are replicated",
     kernel="product",
 )
@@ -94,7 +94,7 @@ def _(node: ir.Node) -> Rule | None:
     ]
     return Rule(
         _present(node, [*operands, extra.replace("h", heads), heads, *scales]),
-        (f"b.{heads}", cache, cache)[: len(node.outputs)],
+        (f"b.{heads}", cache, cache, f"b{heads}..")[: len(node.outputs)],
         local=fewer_heads,
         units={"h": keys if keys > 1 else queries} if shared else {},
     )
