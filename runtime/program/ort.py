@@ -111,8 +111,8 @@ def new_session(
     profile: str = "",
     numbers: Mapping[str, Array] = MappingProxyType({}),
     tables: Collection[str] = (),
-    large: bool = False,
     doubles: bool = False,
+    large: bool = False,
 ) -> Session:
     """Returns a session with all optimizations and without a memory arena of its own; `entries` are session options by name.
 

@@ -184,8 +184,8 @@ class Builder:
                 profile,
                 arrays,
                 tables,
-                len(model.graph.node) >= LARGE,
                 settings.one_arena,
+                len(model.graph.node) >= LARGE,
             )
         except Exception as error:
             if not device.is_host:
