@@ -74,7 +74,7 @@ def no_memory(reason: BaseException) -> str:
 def reason_of(error: BaseException) -> str:
     """Returns what an error says of a file or an address: the system's words for an OSError, else its text.
 
-    Where memory ran out it raises the error again: that is no fault of the file, and a job may be started again.
+    Where memory ran out it raises the error again: the file is not at fault, and a job may be started again.
     """
     if out_of_memory(error):
         raise error

@@ -228,7 +228,7 @@ def test_what_takes_an_open_stream_opens_nothing(text: str) -> None:
     assert not list(calls_that_open(text))
 
 
-def test_memory_that_runs_out_is_no_fault_of_a_file() -> None:
+def test_memory_that_runs_out_is_not_a_fault_of_a_file() -> None:
     """What an OSError says becomes a text by `reason_of` alone, which raises it again where memory ran out."""
     kept = {
         "reasons of what is left out": {
