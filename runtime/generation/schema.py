@@ -131,10 +131,12 @@ class _State:
             count[token] += at._inside
             at.take(token)
             tokens.append(token)
+            if not at._inside:
+                count.clear()  # else the letters of one name would decide which name comes next
         return tokens
 
     def _next(self, count: Mapping[int, int]) -> int | None:
-        """Returns the first token of a short end; None where no token is allowed. `count`: how often each token is in the end's strings."""
+        """Returns the first token of a short end; None where no token is allowed. `count`: how often each token is in the string so far."""
         if forced := self.matcher.compute_ff_tokens():
             return int(forced[0])
         order = _INSIDE if self._inside else _NUMBER if self._last in _DIGITS else _OUTSIDE

@@ -37,7 +37,7 @@ COMPARED = {
     "random_bodies 2 11 --cut": "2 models, 0 wrong",
     "random_ops --cases 12 --seed 1": r"12 cases: \d+ ok",
     "same_bits --only gpt --steps 2 --ranks 2,1": "1 models, 2 trainings of each, 0 with other bits",
-    "schemas --cases 60 --seed 1": r"60 cases: \d+ valid, \d+ refused",
+    "schemas --cases 60 --seed 71": r"60 cases: \d+ valid, \d+ refused",
 }
 """Scripts that compare random models with one rank."""
 KNOWN = {
