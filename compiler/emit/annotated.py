@@ -27,6 +27,7 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal
 from partc.compiler.matching import output_ranks
 from partc.compiler.ops.families.neural.ring import is_ring
+from partc.compiler.ops.families.neural.sharded_cache_attention import is_sharded_attention
 from partc.compiler.ops.families.shapes.joined import is_joined
 
 IR_VERSION = 11
@@ -36,16 +37,22 @@ CONFIGURATION = "partc"
 def write_annotated(program: Complete, path: Path) -> None:
     """Writes the annotated model to `path`, and large weights next to it to a file of that name with `.data`.
 
-    Raises CompileError if that would overwrite weights that the model is read from, and for ring attention.
+    Raises CompileError if that would overwrite weights that the model is read from, and for attention that no op of the standard is.
     """
     context = program.plan.context
-    kinds = {"attention in a ring": is_ring, "tokens joined with the batch in an order of ranks": is_joined}
+    kinds = {
+        "attention in a ring": is_ring,
+        "tokens joined with the batch in an order of ranks": is_joined,
+        "attention over caches whose entries ranks share": is_sharded_attention,
+    }
     for kind, is_kind in kinds.items() if context is not None else ():
         if (node := next(filter(is_kind, program.model.graph), None)) is not None and context is not None:
             fact = f"'{program.paths[node]}' is {kind}, which --annotated cannot write"
             help_ = (
                 "write attention: gather, or heads, or leave out --annotated"
                 if is_ring(node)
+                else "leave out --annotated"
+                if is_sharded_attention(node)
                 else "leave out --annotated, or cut `dataset` in place of 'context'"
             )
             raise CompileError(Problem(context.where("attention"), fact, "no op of the standard is one", help_))

@@ -43,7 +43,13 @@ from partc.compiler.layout.layout import Layout
 from partc.compiler.layout.mesh import normal, on_common_mesh
 from partc.compiler.matching import sharding_rules, stored_units
 from partc.compiler.ops.families.neural.ring import RING
+from partc.compiler.ops.families.neural.sharded_cache_attention import (
+    ENTRIES,
+    SHARDED_ATTENTION,
+    is_sharded_attention,
+)
 from partc.compiler.ops.families.shapes.joined import JOIN, SPLIT, TOKENS
+from partc.compiler.ops.node import dims
 from partc.compiler.ops.registry import rule_of
 from partc.compiler.ops.rule import OWN, WHOLE, Rule
 from partc.compiler.placement.computed_at_readers import following, is_large_weight, repeatable
@@ -225,22 +231,24 @@ def parted_experts(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding])
 
 
 def parted_tokens(program: Placed, choices: Mapping[NodeOnGroup, NodeSharding]) -> Iterator[Problem]:
-    """Yields a problem for the first node whose tokens are in the order of the ranks of the plan's `context`, but not on all of them."""
-    context, factors = program.plan.context, {RING: "s", JOIN: TOKENS, SPLIT: TOKENS}
+    """Yields a problem for the first node whose tokens are in the order of the ranks of the plan's `context`, but not on all of them; or
+    whose caches are.
+    """
+    context, factors = program.plan.context, {RING: "s", JOIN: TOKENS, SPLIT: TOKENS, SHARDED_ATTENTION: ENTRIES}
     for node in program.model.graph if context is not None else ():
         over = node.attributes.get_int("tokens", 0) if node.domain == OWN and node.op_type in factors else 0
+        what = "tokens"
+        if is_sharded_attention(node) and (ends := dims(node.inputs[5])) is not None and isinstance(ends[0], int):
+            over, what = ends[0], "caches"
         for group in program.placement[node].groups if over else ():
             choice = choices.get(NodeOnGroup(node, group))
             have = 1 if choice is None else choice.num_shards(factors[node.op_type])
             if have != over and context is not None:
-                fact = f"'{program.paths[node]}' has its tokens on {have} of the {over} ranks along '{context.axis}'"
-                law = f"it runs on {ranks_text(group)} ({program.placement[node].rule}), and needs one shard of the tokens on each"
-                yield Problem(
-                    context.where(),
-                    fact,
-                    law,
-                    f"place it on ranks that have all of '{context.axis}', or cut tokens by 'context' alone",
-                )
+                fact = f"'{program.paths[node]}' has its {what} on {have} of the {over} ranks along '{context.axis}'"
+                law = f"it runs on {ranks_text(group)} ({program.placement[node].rule}), and needs one shard of the {what} on each"
+                other = "leave out 'context'" if what == "caches" else "cut tokens by 'context' alone"
+                help_ = f"place it on ranks that have all of '{context.axis}', or {other}"
+                yield Problem(context.where(), fact, law, help_)
                 return
 
 

@@ -210,7 +210,15 @@ WHOLE_STEP = "beside 'generate' it shards the entries of caches, and a step's to
             "  help: leave out 'context'; an axis tp shards the heads of caches",
         ),
         (
-            cut(2, TENSOR.replace("colwise", "colwise"), "tp: 4, ", 4),
+            cut(2, 'placement: {"layers.1": 0}\n'),
+            KEYS,
+            {},
+            "plan.yaml:3: 'generate.attention' has its caches on 1 of the 2 ranks along 'cp'\n"
+            "  it runs on rank 0 (follows its reader generate.masked), and needs one shard of the caches on each\n"
+            "  help: place it on ranks that have all of 'cp', or leave out 'context'",
+        ),
+        (
+            cut(2, TENSOR, "tp: 4, ", 4),
             KEYS,
             {"layers": 1},
             "plan.yaml:6: 'layers.0.k.MatMul' makes 2 heads of keys or values, and is cut over 4 ranks\n"
@@ -226,6 +234,16 @@ def test_what_does_not_fit_is_refused(plan: str, keys: str, form: dict[str, Any]
     with pytest.raises(CompileError) as error:
         build(tmp_path, plan, keys, **form)
     assert str(error.value).replace(f"{tmp_path}/", "") == told
+
+
+def test_annotations_have_no_op_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    onnx.save(decoder(**FORM), tmp_path / "model.onnx")
+    (tmp_path / "plan.yaml").write_text(f"{cut(2)}generate: {{{KEYS}}}\n")
+    model, plan, file = (str(tmp_path / name) for name in ("model.onnx", "plan.yaml", "annotated.onnx"))
+    assert invoke(["compile", model, "--plan", plan, "-o", str(tmp_path / "build"), "--annotated", file]) == 2
+    told = capsys.readouterr().err
+    assert "is attention over caches whose entries ranks share, which --annotated cannot write" in told
+    assert "help: leave out --annotated" in told
 
 
 Change = Callable[[ModelProto], None]
