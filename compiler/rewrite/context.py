@@ -103,7 +103,7 @@ def shard_context(program: Typed) -> Typed:
     rules = program.plan.context
     ranks = 0 if rules is None else dict(program.plan.mesh).get(rules.axis, 0)  # the unsharded model has no mesh
     if program.generation is not None or rules is None or not ranks or (ranks == 1 and rules.attention != "ring"):
-        return program  # of a decoder it cuts the caches (`generation/cut_caches.py`)
+        return program  # of a decoder it cuts the caches (`generation/sharded_caches.py`)
     attentions_found, lengths = attentions(program)
     strange = list[Problem]()
     known = {one for each in attentions_found for one in (each.scores, *each.between, each.product)}

@@ -44,11 +44,11 @@ from partc.runtime.checker.graph.run_list import check_run_list
 from partc.runtime.checker.graph.types import check_types
 from partc.runtime.checker.graph.weights import check_weights
 from partc.runtime.checker.subject import SingleFile, StateCounts, Subject
-from partc.runtime.checker.training.cut_caches import check_cut_caches
 from partc.runtime.checker.training.generation import check_generation
 from partc.runtime.checker.training.in_place import check_updates
 from partc.runtime.checker.training.packed import check_packed
 from partc.runtime.checker.training.section import check_training
+from partc.runtime.checker.training.sharded_caches import check_sharded_caches
 from partc.runtime.checker.training.slot_rows import check_slots
 from partc.runtime.checker.training.state import check_state, different_tensors
 from partc.runtime.checker.training.stored import check_stored
@@ -112,7 +112,7 @@ CHECKS = (
     Check("updates in place", TRAINING, check_updates, ("what ranks keep",)),
     Check("the generation", TRAINING, check_generation, ("what ranks keep",)),
     Check("that slots keep apart", TRAINING, check_slots, SOUND),
-    Check("that each entry of a cache is on one rank", TRAINING, check_cut_caches, SOUND),
+    Check("that each entry of a cache is on one rank", TRAINING, check_sharded_caches, SOUND),
     Check("the bodies of branches and loops", ACROSS, lambda one: check_bodies(one.manifest, one.models), SOUND),
     Check(
         "that shards fit and partial values are reduced",

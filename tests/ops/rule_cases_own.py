@@ -11,7 +11,7 @@ UNPROVEN = {
     "partc.nn.ExpertMatMulNBits": "test_experts.py compares it with the float model whose weights its blocks hold exactly",
     "partc.nn.FromExperts": "test_routes.py compares layers between the borders with those of one rank",
     "partc.nn.RingAttention": "test_context.py compares rings of two to six ranks with the attention of one",
-    "partc.nn.ShardedCacheAttention": "test_cut_caches.py compares the tokens of two to four ranks with the unsharded model's",
+    "partc.nn.ShardedCacheAttention": "test_sharded_caches.py compares the tokens of two to four ranks with the unsharded model's",
     "partc.nn.ToExperts": "test_routes.py compares layers between the borders with those of one rank",
     "partc.nn.Extreme": "test_training_extremes.py trains with what is cut along it",
 }

@@ -48,7 +48,7 @@ ALLOWED = {
     "compiler/proposal/*": MEANING,
     "compiler/targets/of_ops.py": MEANING,
     "compiler/emit/manifest.py": MEANING,
-    "runtime/checker/training/cut_caches.py": MEANING,
+    "runtime/checker/training/sharded_caches.py": MEANING,
     "runtime/checker/training/slot_rows.py": MEANING,
     "runtime/checker/training/value_numbering.py": MEANING,
     "runtime/checker/across/equal_nodes.py": MEANING,

@@ -10,7 +10,7 @@
 A cache's first dim is the slots that a step computes, and the dim that grew has the plan's `length`, so all steps have the same shapes. The
 number of valid entries is an input, `position` [slots]: the number of tokens before those of the step. Entries after a sequence's position
 are never read, since the model's mask ends there. A plan has two programs over the same caches (`step_form.py`). Ranks may share the
-entries of each cache (`cut_caches.py`).
+entries of each cache (`sharded_caches.py`).
 
 The law. A cache is an input whose readers are Shapes and one Concat, which has it as its first operand and makes an output of the graph.
 All caches grow along one dim by as many entries as the step has tokens.
@@ -40,7 +40,6 @@ from partc.compiler.plan.pattern import literal_pattern
 from partc.compiler.plan.rules import OutputRule, Plan, SymbolRule
 from partc.compiler.rewrite.adapters import add_slot_adapters
 from partc.compiler.rewrite.generation.attended_caches import append_apart
-from partc.compiler.rewrite.generation.cut_caches import CutAttention, CutEntries, cut_of
 from partc.compiler.rewrite.generation.encoder import ENCODER_LENGTH, Encoder
 from partc.compiler.rewrite.generation.fused_attention import FUSED, fuse_attention, head_counts, sights_of
 from partc.compiler.rewrite.generation.next_token import (
@@ -56,6 +55,7 @@ from partc.compiler.rewrite.generation.next_token import (
 from partc.compiler.rewrite.generation.node_builder import NodeBuilder
 from partc.compiler.rewrite.generation.positions import COUNT, MASK, POSITION, ROWS, Positions, copies_of
 from partc.compiler.rewrite.generation.rounding import rounding_of, scaled
+from partc.compiler.rewrite.generation.sharded_caches import ShardedAttention, ShardedEntries, sharded_entries
 from partc.compiler.rewrite.generation.standard_ops import use_standard_ops
 from partc.compiler.rewrite.generation.states import renew, states_of
 from partc.compiler.rewrite.generation.step_form import StepForm, narrow_chunks, narrow_rows
@@ -99,7 +99,7 @@ def caches_as_state(program: Loaded) -> Loaded:
     if program.kind is ProgramKind.ENCODE:
         assert encoder is not None
         return _encoding(program, encoder, build, form)
-    cut = cut_of(program, rules, encoder is not None)
+    cut = sharded_entries(program, rules, encoder is not None)
     apart = {} if encoder is None else encoder.leave(build, form)
     work = _Caches(model, form, program.name, cut)
     chosen = work.rewrite(shards_of(program, work.scores, name_of(work.ids)))
@@ -305,7 +305,7 @@ class _Caches:
     a step.
     """
 
-    def __init__(self, model: ir.Model, form: StepForm, name: str, cut: CutEntries | None) -> None:
+    def __init__(self, model: ir.Model, form: StepForm, name: str, cut: ShardedEntries | None) -> None:
         self.graph, self.form, self.name, self.cut = model.graph, form, name, cut
         self.heads = head_counts(model)
         self.build = NodeBuilder(self.graph, _PATH)
@@ -364,7 +364,7 @@ class _Caches:
                 )
             if not self.pairs:
                 self.cut.refuse("it has no cache with entries", "states of fixed size have none to cut")
-            CutAttention(self.build, positions, self.cut).rewrite(self.heads, sights, self.caches)
+            ShardedAttention(self.build, positions, self.cut).rewrite(self.heads, sights, self.caches)
         elif self.padded:  # else a prompt's last step has fewer tokens
             left = fuse_attention(self.build, self.heads, sights, self.caches, positions)
             self.unfused = tuple(node.name or node.op_type for node in left)

@@ -5,7 +5,7 @@
 
 Each shard of r entries is a cache of its own: the new keys and values are appended to it, and `ends` is the index of the last of them, for
 each slot. A token attends the entries of the shard up to its own. `scores` are those before the Softmax, of `total` entries; beyond a
-token's own entry they are any numbers. `rewrite/generation/cut_caches.py` merges the results.
+token's own entry they are any numbers. `rewrite/generation/sharded_caches.py` merges the results.
 
 On a rank it is onnxruntime's fused attention, so the entries are one factor with as many shards as p.
 """
@@ -41,9 +41,9 @@ def is_sharded_attention(node: ir.Node) -> bool:
 
 
 @sharded.multiply_adds
-def _(node: ir.Node, given: Sequence[Dims], made: Dims) -> list[Dims]:
+def _(node: ir.Node, operands: Sequence[Dims], result: Dims) -> list[Dims]:
     """Each query is multiplied with each key of its shard, and the shares of the keys with their values."""
-    return [(2, *given[0], *given[3][-2:-1])]
+    return [(2, *operands[0], *operands[3][-2:-1])]
 
 
 @sharded.sharding

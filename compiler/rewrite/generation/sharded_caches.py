@@ -52,12 +52,12 @@ from partc.runtime.units import count
 
 _HEADS = "leave out 'context'; an axis tp shards the heads of caches"
 _HIDDEN = -1e30
-"""What is added to the score of a hidden entry: finite, so that no difference of two scores is NaN."""
+"""The addend of the score of a hidden entry: finite, so that no difference of two scores is NaN."""
 
 
 @dataclass(frozen=True)
-class CutEntries:
-    """How the entries of a cache of `length` are dealt out to `ranks` along a mesh axis, in blocks of `chunk`.
+class ShardedEntries:
+    """The entries of a cache of `length`, dealt out to `ranks` along a mesh axis, in blocks of `chunk`.
 
     `why`: the plan's line; `name`: that of the model.
     """
@@ -79,7 +79,7 @@ class CutEntries:
         raise CompileError(Problem(self.context.where("axis"), f"{self.name}: {fact}", law, help_))
 
 
-def cut_of(program: Loaded, rules: GenerateRules, has_encoder: bool) -> CutEntries | None:
+def sharded_entries(program: Loaded, rules: GenerateRules, has_encoder: bool) -> ShardedEntries | None:
     """Returns how the plan's `context` cuts the caches; None if it does not, or over one rank.
 
     Raises CompileError with all that the plan has and that caches in shards have no form for.
@@ -132,13 +132,13 @@ def cut_of(program: Loaded, rules: GenerateRules, has_encoder: bool) -> CutEntri
     if problems:
         raise CompileError(problems)
     why = f"{PurePath(context.where()).name} context"
-    return CutEntries(context, mesh[context.axis], rules.length, rules.chunk, why, program.name)
+    return ShardedEntries(context, mesh[context.axis], rules.length, rules.chunk, why, program.name)
 
 
-class CutAttention:
+class ShardedAttention:
     """Rewrites the attentions of a step in nodes of `build`, with numbers of entries that all layers share."""
 
-    def __init__(self, build: NodeBuilder, positions: Positions, cut: CutEntries) -> None:
+    def __init__(self, build: NodeBuilder, positions: Positions, cut: ShardedEntries) -> None:
         self.build, self.positions, self.cut = build, positions, cut
         self.anchor = positions.length.producer()
 
@@ -206,13 +206,13 @@ class CutAttention:
         )
         held = op("held", "Mul", [rounds, number("chunks", [self.cut.chunk])])
         more = op("held_and_new", "Add", [held, self.positions.tokens])
-        found = op(
+        bound = op(
             "most",
             "Squeeze",
             [op("most_of_room", "Min", [more, number("room", [self.cut.rows])]), number("begin", [0])],
         )
         self._put()
-        return found
+        return bound
 
     @cached_property
     def seen(self) -> ir.Value:
@@ -303,17 +303,17 @@ class CutAttention:
         surplus = self._surplus(singles, heads, kv, factor, softcap, top, causal)
         left = op("merged", "ReduceSum", [op("part_of_rank", "Sub", [mixed, surplus]), first_dim], keepdims=0)
         begin, end, stop = (number(f"at_{at}", [at]) for at in (0, size, size + 1))
-        made = op(
+        attended = op(
             "attended",
             "Div",
             [op("mixed", "Slice", [left, begin, end, fourth]), op("weights", "Slice", [left, end, stop, fourth])],
         )
         if kind is not ir.DataType.FLOAT:
-            made = op("attended_16", "Cast", [made], to=kind.value)
-        made = op("turned_back", "Transpose", [made], perm=[0, 2, 1, 3])
+            attended = op("attended_16", "Cast", [attended], to=kind.value)
+        attended = op("turned_back", "Transpose", [attended], perm=[0, 2, 1, 3])
         build.put(before=node)
-        made.type = node.outputs[0].type
-        ir.convenience.replace_all_uses_with(node.outputs[0], made)
+        attended.type = node.outputs[0].type
+        ir.convenience.replace_all_uses_with(node.outputs[0], attended)
         take_out(build.graph, node)
         for past, one, present in zip(pasts, reads, presents, strict=True):
             assert past is not None

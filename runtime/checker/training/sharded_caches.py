@@ -65,7 +65,7 @@ _KERNELS: Mapping[str, _Kernel] = {
 """The ops of positions, on arrays: Gather and Slice along the only dim of a vector, ReduceMax of all of one."""
 
 
-def check_cut_caches(subject: Subject) -> Iterator[Violation]:
+def check_sharded_caches(subject: Subject) -> Iterator[Violation]:
     """Yields the nodes of a program by which ranks would append or attend an entry on another rank than its own, the first of each rank."""
     record, manifest = subject.generation, subject.manifest
     caches = [one for one in manifest.state if one.kind == CACHE and one.next]
@@ -205,26 +205,26 @@ class _File:
         known = dict[str, Array]()
         waiting = [name]
         while waiting:
-            one = waiting[-1]
-            node = self.makers.get(one)
-            if one in known:
+            value = waiting[-1]
+            node = self.makers.get(value)
+            if value in known:
                 waiting.pop()
-            elif one == self.record.position:
-                known[one] = positions
-            elif one in self.constants:
-                if self.constants[one].external_data or math.prod(self.constants[one].dims) > _LARGEST:
-                    raise _Unknown(f"'{one}' is a weight")
-                known[one] = numpy_helper.to_array(self.constants[one])
+            elif value == self.record.position:
+                known[value] = positions
+            elif value in self.constants:
+                if self.constants[value].external_data or math.prod(self.constants[value].dims) > _LARGEST:
+                    raise _Unknown(f"'{value}' is a weight")
+                known[value] = numpy_helper.to_array(self.constants[value])
             elif node is None:
-                raise _Unknown(f"it depends on '{one}'")
+                raise _Unknown(f"it depends on '{value}'")
             elif node.op_type == "Shape" and node.input[0] == self.record.tokens:
-                known[one] = _shape(node, [len(positions), self.tokens])
+                known[value] = _shape(node, [len(positions), self.tokens])
             elif missing := [each for each in node.input if each and each not in known]:
                 if len(waiting) > len(self.makers):
                     raise _Unknown("it depends on itself")
                 waiting += missing
             else:
-                known[one] = self._made(node, [known[each] for each in node.input if each])
+                known[value] = self._made(node, [known[each] for each in node.input if each])
         return known[name]
 
     def _made(self, node: NodeProto, operands: Sequence[Array]) -> Array:
