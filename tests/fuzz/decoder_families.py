@@ -66,6 +66,7 @@ LAYOUTS: Mapping[str, tuple[Degrees, int]] = {
     "2 slots": (Degrees(), 2),
     "tp 2": (Degrees(tp=2), 2),
     "2 stages": (Degrees(stages=2), 2),
+    "cp 2": (Degrees(cp=2), 2),
 }
 TRAINED: Mapping[str, str] = {
     "1 rank": "ranks: 1\n",
@@ -360,7 +361,7 @@ def main() -> int:
     """Prints the table; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="families, separated by semicolons")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--layouts", default="1 slot,2 slots,tp 2,2 stages", help="'cp 2', too: caches in shards")
     parser.add_argument(
         "--results", type=Path, help="a file of JSON lines, one a family; those in it are not run again"
     )
