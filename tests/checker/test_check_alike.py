@@ -14,11 +14,13 @@ from decoders import decoder as decoder_of
 from equivalence import compiled
 from mutated import change_file, rewrite_raw, texts
 from onnx import ModelProto, NodeProto, helper
-from partc.compiler.pipeline import compile_model
+from partc.compiler.pipeline import compile_model, compile_source
+from partc.compiler.plan.read import parse_plan
 from partc.runtime.artifact.format import FACTORS
 from semantic_mutants import build
 from small_training import DATA_PARALLEL
 from small_training import compiled as trained
+from training_equivalence import from_text
 
 
 @pytest.fixture(scope="module")
@@ -274,3 +276,29 @@ def test_equal_nodes_of_other_bounds_have_gradients_of_their_own(tmp_path: Path)
     (tmp_path / "plan.yaml").write_text(f"ranks: 1\ntrain: {{{keys}}}\n")
     compile_model(tmp_path / "model.onnx", tmp_path / "plan.yaml", tmp_path / "build")
     assert texts(tmp_path / "build") == ""
+
+
+WIDENED = """<ir_version: 8, opset_import: ["" : 21]>
+net (float[batch, 4] x) => (float[batch, 4] y) {
+    [n0] a = MatMul(x, w)
+    [n1] b = MatMul(a, w)
+    [n2] y = MatMul(b, other) }"""
+WIDENED_PLAN = """ranks: 2
+symbols: {batch: {divisor: 2}}
+placement: {n0: 0, n1: [0, 1], n2: [0, 1]}
+sharding: {n1: {in: [[2, 1], null]}}
+precision: {compute: bfloat16}
+"""
+
+
+def test_a_weight_that_ranks_widen_for_different_nodes_is_one(tmp_path: Path) -> None:
+    """Rank 0 widens `w` for n0, rank 1 for n1; that rank 1 reads another weight there is still found."""
+    source = from_text(WIDENED, {"w": (4, 4), "other": (4, 4)})
+    compile_source(source, parse_plan(WIDENED_PLAN, "plan.yaml"), tmp_path)
+    assert texts(tmp_path) == ""
+
+    def another_weight(model: ModelProto) -> None:
+        node(model, "w.bfloat16.read").input[0] = node(model, "other.bfloat16.read").input[0]
+
+    change_file(tmp_path, "rank_0001.onnx", another_weight)
+    assert "its operand" in texts(tmp_path)
