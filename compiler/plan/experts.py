@@ -22,7 +22,7 @@ class ExpertsEntry(Options):
     """The mesh axis that shards the experts of a layer, and the most rows that an expert takes."""
 
     axis: Annotated[str, Remedy("write experts: {axis: dp}, an axis of the mesh")] = Field(
-        description="The mesh axis along which experts are sharded. Where it shards the tokens, too, these go to their experts' ranks."
+        description="The mesh axis along which experts are sharded."
     )
     capacity: Annotated[float | None, Remedy("write capacity: 1.25, or leave it out: no token is then dropped")] = (
         Field(

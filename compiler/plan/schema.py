@@ -322,8 +322,7 @@ class PlanEntries(DataEntries):
     )
     context: Annotated[ContextRules | None, Remedy("write context: {axis: cp}")] = Field(
         None,
-        description="The tokens of a sequence are cut over a mesh axis, and attention gets keys and values of other ranks. "
-        "Beside `generate` the entries of caches are cut over it.",
+        description="The tokens of a sequence are cut over a mesh axis, and attention gets keys and values of other ranks.",
     )
     generate: Annotated[GenerateRules | None, Remedy("write generate: {slots: 8, length: 4096}")] = Field(
         None,
