@@ -204,6 +204,8 @@ class Lowered(Targeted):
     at: Mapping[ShardedValue, Value]
     stored: StoredRecord | None = None
     """The units of stored parameters, and the peak of their gathered bytes on ranks, once their gathers are placed."""
+    gathered: Mapping[Value, int] = field(default_factory=dict)
+    """The bytes of each gathered value of a stored parameter."""
 
     @cached_property
     def distinct_programs(self) -> tuple[tuple[RankProgram, tuple[int, ...]], ...]:

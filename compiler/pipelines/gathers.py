@@ -362,7 +362,7 @@ class _Gathers:
             for unit, steps in zip(self.units, programs, strict=True)
         ]
         labels = replace(self.regions.labels, steps=[some for _, some in written], order=order)
-        return replace(self.regions.program, events=tuple(events), stored=record), units, labels
+        return replace(self.regions.program, events=tuple(events), stored=record, gathered=self.sizes), units, labels
 
     def _written(self, number: int) -> tuple[list[Op], list[Label]]:
         """Returns a program's ops with its gathers, and their labels."""
@@ -493,26 +493,10 @@ class _Gathers:
     def _counted(self, steps: Sequence[Op], labels: Sequence[Label]) -> int:
         """The peak of a program's gathered bytes, counted in its ops; with microbatches, of units that are not freed plus a task's peak."""
         if not self.regions.divided:
-            return self._most(steps)
+            return most_gathered(steps, self.sizes)
         apart = {label: [step for step, own in zip(steps, labels, strict=True) if own == label] for label in {*labels}}
         kept = sum(self.sizes.get(value, 0) for step in apart.pop(ONCE, ()) for value in step.makes)
-        return kept + max((self._most(some) for some in apart.values()), default=0)
-
-    def _most(self, steps: Sequence[Op]) -> int:
-        """The peak of the bytes that ops have gathered: each value counts until its last reader, an unread one until the next gather."""
-        last = {value: at for at, step in enumerate(steps) for value in step.reads if value in self.sizes}
-        before, events = -1, list[tuple[int, int]]()
-        for at, step in enumerate(steps):
-            if not any(value in self.sizes for value in step.makes):
-                before = at
-                continue
-            events.append((before, at))
-        begun, most = set[Value](), 0
-        for before, at in events:
-            alive = {value for value in begun if last.get(value, -1) >= before} | {*steps[at].makes}
-            most = max(most, sum(self.sizes[value] for value in alive))
-            begun.update(steps[at].makes)
-        return most
+        return kept + max((most_gathered(some, self.sizes) for some in apart.values()), default=0)
 
     def _readers(self, programs: Sequence[Sequence[Op]]) -> dict[Value, set[str]]:
         """Maps each gathered parameter to the paths of the nodes that read it, or its transpose or cast."""
@@ -541,9 +525,9 @@ class _Gathers:
             name = name_of(parameter.step.value)
             return sorted(path for path in readers[parameter.whole] if not is_of_module(path, name))
 
-        ranks_by_peak: dict[int, list[int]] = {}
+        most = dict[int, int]()
         for unit, (steps, labels) in zip(self.units, written, strict=True):
-            ranks_by_peak.setdefault(self._counted(steps, labels), []).extend(unit.ranks)
+            most |= dict.fromkeys(unit.ranks, self._counted(steps, labels))
         rules = self.regions.program.plan.pipeline
         times = 1 if rules is None or not self.regions.divided else rules.microbatches
         gathered = Counter[Key]()
@@ -564,8 +548,36 @@ class _Gathers:
                 )
                 for key, some in self.regions.members.items()
             ],
-            peaks=[StoredPeak(ranks=sorted(ranks), bytes=peak) for peak, ranks in sorted(ranks_by_peak.items())],
+            peaks=peaks_of(most),
         )
+
+
+def most_gathered(steps: Sequence[Op], sizes: Mapping[Value, int]) -> int:
+    """The peak of the bytes that ops have gathered: each value counts until its last reader, an unread one until the next gather.
+
+    `sizes`: the bytes of each value that is gathered.
+    """
+    last = {value: at for at, step in enumerate(steps) for value in step.reads if value in sizes}
+    before, events = -1, list[tuple[int, int]]()
+    for at, step in enumerate(steps):
+        if not any(value in sizes for value in step.makes):
+            before = at
+            continue
+        events.append((before, at))
+    begun, most = set[Value](), 0
+    for before, at in events:
+        alive = {value for value in begun if last.get(value, -1) >= before} | {*steps[at].makes}
+        most = max(most, sum(sizes[value] for value in alive))
+        begun.update(steps[at].makes)
+    return most
+
+
+def peaks_of(most: Mapping[int, int]) -> list[StoredPeak]:
+    """Returns the manifest's peaks; `most` maps ranks to theirs, in bytes."""
+    ranks: dict[int, list[int]] = {}
+    for rank in sorted(most):
+        ranks.setdefault(most[rank], []).append(rank)
+    return [StoredPeak(ranks=some, bytes=peak) for peak, some in sorted(ranks.items())]
 
 
 def _is_low(value: Value) -> bool:

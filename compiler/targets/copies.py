@@ -52,6 +52,7 @@ from partc.compiler.ir.programs import (
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.value_info import Array, Dim, Shape, ValueInfo, bytes_text
 from partc.compiler.ops.registry import draws
+from partc.compiler.pipelines.gathers import most_gathered, peaks_of
 from partc.compiler.targets.of_ops import ANYWHERE, GROWING, Scope, TargetAssignment, is_of_shape, placed
 from partc.compiler.targets.order import in_runs
 from partc.runtime.artifact.format import CPU
@@ -143,7 +144,20 @@ def copy_between_targets(program: Scheduled) -> Complete:
             found = placed(program, own, {one.version.across: one.target for one in there if one.target})
             by_share_key[part.share_key] = _Copying(program, own, found, number).done()
         parts.append(replace(by_share_key[part.share_key], rank=part.rank, inputs=part.inputs, outputs=part.outputs))
-    return program.into(Complete, parts=tuple(parts))
+    stored = program.stored
+    if stored is not None and program.tasks is None:  # ops are in another order
+        peaks = peaks_of({part.rank: most_gathered(_without_copies(part), program.gathered) for part in parts})
+        stored = stored.model_copy(update={"peaks": peaks})
+    return program.into(Complete, parts=tuple(parts), stored=stored)
+
+
+def _without_copies(part: RankProgram) -> list[Op]:
+    """The ops as a rank file lists them: what reads a copy reads the value itself."""
+    values: dict[Value, Value] = {}
+    for step in part.steps:
+        if isinstance(step, Copy):
+            values[step.output] = values.get(step.source, step.source)
+    return [_over(step, values) for step in part.steps if not isinstance(step, Copy)]
 
 
 @dataclass

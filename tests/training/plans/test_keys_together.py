@@ -28,6 +28,7 @@ EQUAL = [
     ["turns cut", "stored", "microbatches"],
     ["stored", "packed", "float16", "stages"],
     ["replicas", "packed"],
+    ["replicas", "gather", "target"],
     ["fold", "float16"],
     ["fold", "pull"],
     ["float16", "replicas", "recompute"],
