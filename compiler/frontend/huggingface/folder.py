@@ -25,6 +25,7 @@ from partc.compiler.frontend.huggingface.export_cache import Export
 from partc.compiler.frontend.huggingface.flat_cache import flatten_cache, start_tokens
 from partc.compiler.frontend.huggingface.ports import position_symbols, usual_inputs
 from partc.compiler.frontend.huggingface.quantized_files import float_weights
+from partc.compiler.frontend.huggingface.repeated_layers import repeat, shortened, stack_of
 from partc.compiler.frontend.huggingface.safetensors_files import (
     CONFIG,
     InFile,
@@ -190,12 +191,25 @@ def _exported(
         known(built.names)
         names = DimNames({}, set(), position_symbols(module, built.inputs))
         opset = OPSET_WITH_CACHE if cache else OPSET
-        model = export(module, built.inputs, None, names, built.outputs, where, recorder, opset)
-        lost = _without_numbers(model, {*weights.tensors, *buffers})
-        if lost and all(_LITERAL in name for name in lost):
-            _allocate(module)
-            model = export(module, built.inputs, None, names, built.outputs, where, recorder, opset)
-            lost = [name for name in lost if name not in model.graph.initializers]
+
+        def exported(inputs: Mapping[str, Input], outputs: Sequence[str]) -> tuple[ir.Model, list[str]]:
+            """Returns the graph, and its constants without numbers."""
+            model = export(module, inputs, None, names, outputs, where, recorder, opset)
+            lost = _without_numbers(model, {*weights.tensors, *buffers})
+            if lost and all(_LITERAL in name for name in lost):
+                _allocate(module)
+                model = export(module, inputs, None, names, outputs, where, recorder, opset)
+                lost = [name for name in lost if name not in model.graph.initializers]
+            return model, lost
+
+        model, stack = None, stack_of(module)
+        if stack is not None:
+            with shortened(module, stack):
+                ports = flatten_cache(module, where) if cache else (built.inputs, built.outputs)
+                short, lost = exported(*ports)
+            model = short if not lost and repeat(short, stack, [*built.inputs], built.outputs) else None
+        if model is None:
+            model, lost = exported(built.inputs, built.outputs)
     for name, value in model.graph.initializers.items():
         if name in built.stored:
             value.const_value = built.stored[name]
