@@ -161,10 +161,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 """By family what differs from that table."""
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Falcon, grouped": ("Falcon", {"multi_query": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "Falcon, 6 layers": ("Falcon", {"num_hidden_layers": 6}),
     "Falcon, alibi": ("Falcon", {"multi_query": False, "alibi": True}),
+    "GPT2, 6 layers": ("GPT2", {"n_layer": 6}),
+    "Llama, 6 layers": ("Llama", {"num_hidden_layers": 6}),
     "Llama, dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     "Llama, yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}),
+    "Mixtral, 6 layers": ("Mixtral", {"num_hidden_layers": 6}),
     "Moshi, cut": ("Moshi", {"sliding_window": 8}),
+    "Phi3, 6 layers": ("Phi3", {"num_hidden_layers": 6}),
     "Phi3, longrope": ("Phi3", {"original_max_position_embeddings": 64, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
         "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}}),

@@ -209,6 +209,8 @@ def _exported(
                 short, lost = exported(*ports)
             model = short if not lost and repeat(short, stack, [*built.inputs], built.outputs) else None
         if model is None:
+            if len({tensor.device for tensor in module.parameters()}) > 1:  # those of three layers are allocated
+                _allocate(module)
             model, lost = exported(built.inputs, built.outputs)
     for name, value in model.graph.initializers.items():
         if name in built.stored:
