@@ -32,6 +32,8 @@ _LARGEST = 1 << 24
 _AGAIN = "compile the model again"
 _OF_ONE = ("Gather", "ReduceMax", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 """Ops whose result has no more elements than their first operand; further operands say how it is taken."""
+_PARTS = ("Gather", "Slice")
+"""Ops by which a rank takes its own slots of a step's."""
 _VIEWS = ("Cast", "Identity", "Unsqueeze")
 """Ops between the scores of an attention and their mask."""
 _CACHES, _ENDS, _TOTAL, _SCORES = (3, 4), 5, 6, 3
@@ -122,6 +124,7 @@ class _File:
         self.groups, self.rank = manifest.groups_of(rank), rank
         self.makers = {made: node for node in model.graph.node for made in node.output}
         self.constants = {one.name: one for one in model.graph.initializer}
+        self.slots = self._slots_of_all(manifest)
 
     def violations(self, caches: Sequence[StateRecord], place: int) -> Iterator[Violation]:
         """Yields the violations of the rank that has shard `place` of these caches."""
@@ -143,6 +146,22 @@ class _File:
                 proven.add(mask[1])
                 yield from self._mask(*mask, place)
 
+    def _slots_of_all(self, manifest: Manifest) -> int:
+        """Returns how many slots' positions a step of all ranks has, where the rank takes its own of them; 1 where all are its own."""
+        port = next((port for port in manifest.inputs if port.name == self.record.position), None)
+        is_cut = any(node.op_type in _PARTS and node.input[0] == self.record.position for node in self.graph.node)
+        slots = port.shape[0] if is_cut and port is not None and port.shape else 1
+        return slots if isinstance(slots, int) else 1
+
+    def _by_position(self, name: str, positions: Array) -> Array:
+        """Returns a value at each of these positions, which all slots of a step have at one time."""
+        if self.slots == 1:
+            return self._computed(name, positions)
+        by_slot = [self._computed(name, np.full(self.slots, position, np.int64)) for position in positions]
+        if any(not one.size or (one != one.flat[0]).any() for one in by_slot):
+            raise _Unknown("it differs by slot where positions do not")
+        return np.array([one.flat[0] for one in by_slot])
+
     def _entries(self, positions: Array, place: int) -> Array:
         """Returns the numbers of entries that shard `place` has of sequences with these positions."""
         block, cut = positions // self.record.chunk, self.record.cut
@@ -151,7 +170,7 @@ class _File:
 
     def _append(self, node: NodeProto, positions: Array, place: int) -> Iterator[Violation]:
         try:
-            ends, total = (self._computed(node.input[k], positions) for k in (_ENDS, _TOTAL))
+            ends, total = (self._by_position(node.input[k], positions) for k in (_ENDS, _TOTAL))
         except _Unknown as error:
             yield self._violation(node, f"its entries cannot be computed: {error}")
             return
@@ -174,12 +193,14 @@ class _File:
         blocks = {chunk * k for k in (0, 1, cut - 1, cut, cut + 1)} | {last}
         for position in sorted(at for at in blocks if at <= last)[:_FEW]:
             try:
-                seen = self._computed(mask, np.array([position], np.int64))
+                seen = self._computed(mask, np.full(self.slots, position, np.int64))
             except _Unknown as error:
                 yield self._violation(node, f"its mask cannot be computed: {error}")
                 return
             ends = int(self._entries(np.array([position], np.int64), place)[0]) + np.arange(self.tokens)
             wanted = np.arange(seen.shape[-1] if seen.ndim else 0)[None] <= ends[:, None]
+            if seen.ndim > 1 and (seen == seen[:, :1]).all():  # all slots have one position
+                seen = seen[:, :1]
             if seen.shape != (1, 1, 1, *wanted.shape) or len(wanted[0]) <= ends[-1] or (seen[0, 0, 0] != wanted).any():
                 fact = (
                     f"on rank {self.rank} its mask at position {position} is not that of the rank's {ends[0]} entries"
