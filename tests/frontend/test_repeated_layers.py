@@ -18,6 +18,8 @@ transformers: Any = pytest.importorskip(
     "transformers", "5.0", reason='needs transformers: pip install "partc[transformers]"'
 )
 
+from partc.compiler.frontend.torch.torch_module import export  # noqa: E402, reads torch
+
 LAYERS = 6
 LLAMA = {
     "vocab_size": 12,
@@ -28,8 +30,6 @@ LLAMA = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 32,
 }
-
-from partc.compiler.frontend.torch.torch_module import export  # noqa: E402, reads torch
 
 
 @pytest.fixture
