@@ -17,10 +17,10 @@ from finetuning_case import PLANS, FineTuning, largest  # noqa: E402
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_fine_tuning_is_the_trainers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", of_today(["tp", "1f1b"], 1))
+def test_a_fine_tuning_is_the_trainers(tmp_path: Path, plan: str) -> None:
     from transformers import LlamaForCausalLM
 
-    (plan,) = of_today(["tp", "1f1b"], 1)
     case = FineTuning(tmp_path, steps=4, plans={name: PLANS[name] for name in ("dp", plan)})
     losses, weights, model = case.trainer()
     begun, half = case.partc("dp", 2)

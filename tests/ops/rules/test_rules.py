@@ -98,8 +98,9 @@ def changes(case: Case) -> Iterator[Callable[[ir.Node], None]]:
 def alike(case: Case) -> list[ir.Node]:
     """The case's node, a quarter of its changes, others each day, and the node again."""
     every = [*changes(case)]
-    nodes = [node_of(case) for _ in range(2 + len(every) // 4)]
-    for change, node in zip(of_today(every, len(every) // 4), nodes[1:-1], strict=True):
+    chosen = of_today(every, len(every) // 4)
+    nodes = [node_of(case) for _ in range(2 + len(chosen))]
+    for change, node in zip(chosen, nodes[1:-1], strict=True):
         change(node)
     return nodes
 

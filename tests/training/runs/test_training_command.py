@@ -22,13 +22,15 @@ __all__ = ["folder"]
 SAMPLES = Path(__file__).parents[3] / "samples"
 
 
-def test_killed_at_any_moment_it_goes_on_as_if_it_never_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("checkpoints", of_today((1, 2, 5), 1))  # the next one is being written
+def test_killed_at_any_moment_it_goes_on_as_if_it_never_was(
+    folder: Path, capsys: pytest.CaptureFixture[str], checkpoints: int
+) -> None:
     build = str(built(folder, PLACED))
     whole = folder / "whole"
     assert train(build, "--checkpoint", str(whole), "--save", "1") == 0
     kept = folder / "kept"
     words = [build, "--plan", f"{build}.yaml", "--threads", "1", "--checkpoint", str(kept), "--save", "1"]
-    (checkpoints,) = of_today((1, 2, 5), 1)  # the next one is being written
     process = subprocess.Popen(
         command(*words),
         start_new_session=True,
