@@ -142,6 +142,19 @@ class HostMemory:
         ctypes.memmove(data.ctypes.data, pointer, data.size)
 
 
+def host_view(value: Remote) -> Tensor:
+    """Returns a value of a target that runs on the CPU as a tensor over the same memory."""
+    assert value.memory.device.is_host, value.memory.device
+    return Tensor(value.dtype, value.shape, bytes_at(value.pointer, value.size, value.owner))
+
+
+def bytes_at(pointer: int, size: int, owner: object) -> Bytes:
+    """Returns memory of the host as an array, which keeps its owner alive."""
+    memory = (ctypes.c_uint8 * size).from_address(pointer)
+    memory.owner = owner  # type: ignore[attr-defined]
+    return np.ctypeslib.as_array(memory)
+
+
 class CudaMemory:
     """The memory of a GPU, by onnxruntime's tensors; the host's side of a copy is ordinary, pageable memory."""
 

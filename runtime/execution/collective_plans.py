@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from partc.runtime.artifact.comm.collective_node import result_shape
 from partc.runtime.artifact.comm.collectives import COLLECTIVES, LOOKUPS
 
 from ..artifact.format import ALL_REDUCE, EXCHANGE, PULL, RETURN, Manifest
 from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import CollectivePlan
 from ..communication.exchange import Redistribution
+from ..communication.nccl import GpuCollective, NcclLinks
 from ..communication.transport import Transport
 from ..errors import RankError
 from ..program.memory_plan import Lifetime
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 Shape: TypeAlias = tuple[int, ...]
-AnyCollective: TypeAlias = CollectivePlan | CoalescedCollective | Redistribution
+AnyCollective: TypeAlias = CollectivePlan | CoalescedCollective | Redistribution | GpuCollective
 
 
 def plan_collectives(
@@ -34,10 +36,11 @@ def plan_collectives(
     shapes: dict[str, Shape],
     transport: Transport,
     wire: Mapping[int, int],
+    links: NcclLinks | None = None,
 ) -> dict[int, AnyCollective]:
     """Plans the collectives of known shape, and fills in the shapes of their results; raises RankError for one that is not possible.
 
-    `kept`: the shapes of the rank's weights, and of its state.
+    `kept`: the shapes of the rank's weights, and of its state. `links`: those of its GPU, which has the collectives with a target.
     """
     plans: dict[int, AnyCollective] = {}
     for step in steps:
@@ -56,6 +59,10 @@ def plan_collectives(
             if call.kind.boxes:
                 given, taken = promise if call.source else None, shapes.get(call.result or "")
                 plans[call.tag] = Redistribution(call, given, taken, dtype, transport, wire[call.tag])
+            elif step.target and links is not None:
+                result = result_shape(call, promise, len(step.ranks))
+                plans[call.tag] = GpuCollective(links, call, step.ranks, dtype, promise, result)
+                shapes |= {call.result: result} if call.result else {}
             elif call.parts and not call.in_one_buffer:
                 sizes = [dtype.bytes_of(shapes[name] if name in shapes else kept[name]) for name in call.inputs]
                 plans[call.tag] = CoalescedCollective(call, step.ranks, sizes, dtype, transport, call.tag)

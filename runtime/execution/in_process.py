@@ -20,7 +20,8 @@ from ..devices.devices import RequestedDevices
 from ..job.turn import PROGRAM, CallGuard, one_call
 from ..program.sessions import Settings
 from .inputs import Whole
-from .program import CLOSED, OnError, Outputs, Program, refuse_recovery
+from .linked_file import linked_file
+from .program import CLOSED, RECOVER, OnError, Outputs, Program, refuse_recovery
 from .rank_program import settings_for
 from .rank_threads import RankThreads, Result
 
@@ -38,14 +39,19 @@ class LocalProgram:
         self.manifest: Manifest = artifact.manifest
         self._world = LocalWorld(artifact.manifest.ranks, stall)
         transports = [self._world.transport(rank) for rank in range(self._world.size)]
-        pairs = zip(transports, settings, strict=True)
+        pairs = list(zip(transports, settings, strict=True))
         self.turn = turn = CallGuard(waits=True)
         self._threads = RankThreads(self._world)
         turn.working = self._threads.identifiers
         turns = [CallGuard(waits=False, admits=self._admits) for _ in transports]
+        host = on_error == RECOVER
+        files = self._threads.run(
+            [partial(linked_file, artifact, transport, own.devices, host=host) for transport, own in pairs],
+            after=self._world.reset,
+        )
         self._ranks = [
-            Program(artifact, transport, own, on_error, turn=one)
-            for (transport, own), one in zip(pairs, turns, strict=True)
+            Program(artifact, transport, own, on_error, turn=one, linked=file)
+            for (transport, own), one, file in zip(pairs, turns, files, strict=True)
         ]
         self._sound = True
         """Whether no message or failure remains from an earlier call."""

@@ -12,8 +12,9 @@ from ..communication.coalesced import CoalescedCollective
 from ..communication.collective import BoundCollective, CollectivePlan, dynamic_collective, give_up, nothing
 from ..communication.exchange import Redistribution
 from ..communication.message import HEADER, decode, encode, payload_size
+from ..communication.nccl import GpuCollective
 from ..communication.transport import Request, Transport
-from ..devices.device_memory import on_host
+from ..devices.device_memory import Remote, host_view, on_host
 from ..errors import StepError
 from ..lookups.lookup import Lookup, Pulled, Routed
 from ..program.session_values import check_promise
@@ -41,7 +42,7 @@ class MessageCalls:
     ) -> None:
         self.program, self.transport, self.wire, self.promises = program, transport, wire, promises
         self.requests: list[Request] = [None] * len(program.steps)
-        self.memory, self._storage = memory, program.values.storage
+        self.memory, self._storage, self._links = memory, program.values.storage, program.messages.links
         self._posts = {step.tag: index for index, step in enumerate(program.steps) if isinstance(step, PostRecv)}
         self._headers = {tag: aligned(HEADER) for tag in self._posts if tag not in promises}
 
@@ -51,6 +52,10 @@ class MessageCalls:
         promise = self.promises.get(step.tag)
         if promise is None:
             return partial(self._send_encoded, index, step)
+        if step.target:
+            value = self.memory.remote(step.value)
+            check_promise(step.value, value.shape, promise)
+            return self._on_device(index, value, step.peer, tag, sends=True)
         if self._storage[step.value] in (Storage.SLOT, Storage.CONSTANT):
             tensor = self.memory.tensor(step.value)
             check_promise(step.value, tensor.shape, promise)
@@ -77,12 +82,29 @@ class MessageCalls:
     def post(self, index: int, step: PostRecv) -> Action:
         """Returns the function that posts a receive."""
         tag, peer, irecv, requests = self.wire[step.tag], step.peer, self.transport.irecv, self.requests
+        if step.target:
+            return self._on_device(index, self.memory.remote(step.value), peer, tag, sends=False)
         data = self.memory.tensor(step.value).data if step.tag in self.promises else self._headers[step.tag]
 
         def post() -> None:
             requests[index] = irecv(data, peer, tag)
 
         return post
+
+    def _on_device(self, index: int, value: Remote, peer: int, tag: int, sends: bool) -> Action:
+        """Returns the function that begins a message between devices: by the links of a GPU, or where the target runs on the CPU."""
+        links, requests = self._links, self.requests
+        begin: Callable[[], Request]
+        if links is not None:
+            begin = partial(links.isend if sends else links.irecv, value, peer)
+        else:
+            move = self.transport.isend if sends else self.transport.irecv
+            begin = partial(move, host_view(value).data, peer, tag)
+
+        def act() -> None:
+            requests[index] = begin()
+
+        return act
 
     def receive(self, step: WaitRecv) -> Action:
         """Returns the function that waits for a receive."""
@@ -262,9 +284,12 @@ class CollectiveCalls:
             return partial(at_large.collect, step)
         if isinstance(work, Redistribution):
             return partial(self._begin_redistribution, index, step, work)
+        if isinstance(work, GpuCollective):
+            ends = [[self.memory.remote(name) for name in names] for names in (call.inputs, call.outputs)]
+            return self._begin_bound(index, step, work.bind(*ends))
         if isinstance(work, CoalescedCollective):
             sources, results = (
-                [self.memory.tensor(name) for name in names] for names in (step.call.inputs, step.call.outputs)
+                [self._tensor(step, name) for name in names] for names in (step.call.inputs, step.call.outputs)
             )
             packed, landing = self.memory.scratch[step.call.tag, "out"], self.memory.scratch[step.call.tag, "in"]
             return self._begin_bound(
@@ -273,6 +298,10 @@ class CollectiveCalls:
         if call.source and self.memory.program.values.storage[call.source] not in (Storage.SLOT, Storage.CONSTANT):
             return partial(self._begin_anew, index, step, work)
         return self._begin_bound(index, step, self._bound(step, work))
+
+    def _tensor(self, step: StartCollective, name: str) -> Tensor:
+        """Returns an operand or a result on the host, or of a target that runs on the CPU."""
+        return host_view(self.memory.remote(name)) if step.target else self.memory.tensor(name)
 
     def _begin_bound(self, index: int, step: StartCollective, bound: BoundCollective) -> Action:
         start, begun, tag = bound.start, self.begun, step.call.tag
@@ -289,11 +318,11 @@ class CollectiveCalls:
     def _bound(self, step: StartCollective, work: CollectivePlan) -> BoundCollective:
         """Returns a collective bound to the current memory of its values."""
         call = step.call
-        source = self.memory.tensor(call.source) if call.source else None
+        source = self._tensor(step, call.source) if call.source else None
         if source is not None:
             check_promise(call.source or "", source.shape, work.shape)
         packed, landing = self.memory.scratch[call.tag, "out"], self.memory.scratch[call.tag, "in"]
-        result = self.memory.tensor(call.result) if call.result else None
+        result = self._tensor(step, call.result) if call.result else None
         return work.bind(source, result, packed, landing, call.tag in self.at_once)
 
     def _leave(self, index: int, bound: BoundCollective) -> None:

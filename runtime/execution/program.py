@@ -25,13 +25,14 @@ from ..artifact.manifest import Artifact, open_artifact
 from ..communication.in_process import LocalWorld
 from ..communication.leaving import leaving_message
 from ..communication.transport import Agreements, Transport, Vector
-from ..devices.devices import RequestedDevices
+from ..devices.devices import RequestedDevices, check_devices
 from ..errors import ArtifactError, InputError, PartcError, RankError, StepError, UsageError, no_memory, out_of_memory
 from ..job.status_board import AGREEING, SLOT, open_board
 from ..job.turn import PROGRAM, CallGuard, one_call
 from ..lookups.lookup import Moved
 from ..program.sessions import Settings
 from .collective_plans import connected, wire_tags
+from .linked_file import LinkedFile, linked_file
 from .rank_program import describe, lower_rank_program, settings_for
 from .recover import attempt, failed, settle
 from .state import State
@@ -150,6 +151,7 @@ class Program:
         on_error: OnError,
         state: State | None = None,
         turn: CallGuard | None = None,
+        linked: LinkedFile | None = None,
     ) -> None:
         self.turn = turn or CallGuard(waits=transport.size == 1)
         self.artifact = artifact
@@ -158,7 +160,7 @@ class Program:
         self._transport = transport
         self._on_error = on_error
         self._settings = settings
-        self._program = lower_rank_program(artifact, transport.rank, settings, state)
+        self._program = lower_rank_program(artifact, transport.rank, settings, state, linked)
         self.counts: TargetCounts = self._program.targets.counts
         artifact.refuse_replaced()
         self._wire = wire_tags(artifact.manifest, transport.tags)
@@ -298,7 +300,9 @@ class Program:
     def sibling_program(self, name: str) -> Program:
         """Another program of the artifact over the same state and the same ranks, such as `evaluate` of a training; collective."""
         own = self._transport, replace(self._settings, profile=""), self._on_error, self.state
-        other = Program(self.artifact.program_named(name), *own, self.turn.shared())
+        artifact, host = self.artifact.program_named(name), self._on_error == RECOVER
+        linked = linked_file(artifact, self._transport, self._settings.devices, self._program.messages.links, host)
+        other = Program(artifact, *own, self.turn.shared(), linked)
         self.artifact.refuse_replaced()
         other._connect()
         return other
@@ -322,6 +326,8 @@ class Program:
             if transport is not None:
                 transport.close()
         self._schedules.clear()
+        if (links := self._program.messages.links) is not None:
+            links.close()
         self._program.runners.clear()
         if self._program.targets.workers is not None:
             self._program.targets.workers.close()
@@ -404,6 +410,8 @@ class Program:
             self._transport.abort(text)
         else:
             self._transport.fail(text, list(self._schedules.values()))
+        if (links := self._program.messages.links) is not None:
+            links.abort()
 
 
 def load(
@@ -434,6 +442,7 @@ def load(
     try:
         if first is not None:
             first()
+        check_devices(devices or {})
         artifact = open_artifact(folder, trust=trust, program=program)
     except Exception as error:
         failure = error
@@ -441,11 +450,13 @@ def load(
         refuse_recovery(artifact, on_error)
     transport = _transport(folder, artifact.manifest.ranks if artifact else None, comm, stall)
     problem = "" if failure is None else _problem(transport.rank, failure)
-    if artifact is not None:
-        try:
-            loaded = Program(artifact, transport, settings_for(transport, threads, devices, op_times), on_error)
-        except Exception as error:
-            problem = _problem(transport.rank, error)
+    try:
+        settings = settings_for(transport, threads, devices if artifact is not None else None, op_times)
+        linked = linked_file(artifact, transport, settings.devices, host=on_error == RECOVER)
+        if artifact is not None:
+            loaded = Program(artifact, transport, settings, on_error, linked=linked)
+    except Exception as error:
+        problem = _problem(transport.rank, error)
     said = [
         text.partition("\n") for text in transport.all_gather_text(f"{artifact.digest if artifact else ''}\n{problem}")
     ]

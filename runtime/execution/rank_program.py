@@ -20,6 +20,7 @@ from partc.runtime.artifact.tensors.tensor import Tensor, Value, aligned
 from ..artifact.format import CACHE, CUDA, Shape, StateRecord
 from ..artifact.generation import binds_rows
 from ..artifact.manifest import Artifact, open_artifact
+from ..communication.nccl import NcclLinks
 from ..communication.transport import Transport
 from ..devices.device_memory import Block, Cell, DeviceMemory, Placed, memory_of, refuse_missing
 from ..devices.devices import Devices, RequestedDevices, devices_from
@@ -46,6 +47,7 @@ from ..program.value_table import (
 from ..units import count as units
 from ..updates.fusion import FusedUpdate, RowUpdate
 from ..updates.updater import RowUpdater, Updater
+from .linked_file import LinkedFile
 from .memory.layout import lay_out
 from .state import State, check_same, make_state
 from .symbol_bindings import Binder
@@ -81,6 +83,8 @@ class Messages:
     lookups: dict[int, Lookup] = field(default_factory=dict)
     """Maps each tag to its Pull or Push, and to the buffers that all of them use one after the other."""
     lookup_memory: Memory = field(default_factory=Memory)
+    links: NcclLinks | None = None
+    """The messages and collectives between GPUs, which are those with a target; without them these targets run on the CPU."""
 
 
 @dataclass
@@ -205,13 +209,17 @@ def describe_action(folder: str | Path, rank: int, action: int) -> str:
     return describe(read_rank_file(open_artifact(folder, trust=True), rank).steps, action)
 
 
-def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state: State | None = None) -> RankProgram:
+def lower_rank_program(
+    artifact: Artifact, rank: int, settings: Settings, state: State | None = None, linked: LinkedFile | None = None
+) -> RankProgram:
     """Returns the program of a rank with its sessions built; raises ArtifactError if the file contradicts itself or the manifest.
 
-    `state`: that of another program of the same model, with which this one shares its tensors.
+    `state`: that of another program of the same model, with which this one shares its tensors. `linked`: the rank's file and links; without
+    them all communication goes through the host.
     """
     artifact.refuse_without_weights()
-    file = read_rank_file(artifact, rank)
+    linked = linked or LinkedFile(read_rank_file(artifact, rank))
+    file = linked.file
     _refuse_unsound(file, artifact.folder)
     if file.borders and len(used_targets(file.steps, settings.devices)) > 1:
         fact = f"{file.where}: the {file.borders[0]} is in a program of several targets"
@@ -270,7 +278,7 @@ def lower_rank_program(artifact: Artifact, rank: int, settings: Settings, state:
             renewed=plan.renewed,
             in_place=plan.in_place,
         ),
-        messages=Messages(promises),
+        messages=Messages(promises, links=linked.links),
         targets=Targets(
             _targets(file.steps, settings.devices) if len(used) > 1 or file.copies else {},
             TargetCounts(device=str(settings.devices.cuda) if CUDA in used else ""),

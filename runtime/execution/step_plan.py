@@ -63,7 +63,14 @@ class StepPlan:
         shapes = {name: at_sizes(shape, symbols, bindings) for name, shape in program.values.shapes.items()}
         promises = {tag: at_sizes(shape, symbols, bindings) for tag, shape in program.messages.promises.items()}
         works = plan_collectives(
-            program.steps, program.values, shapes_of(program.constants), promises, shapes, transport, wire
+            program.steps,
+            program.values,
+            shapes_of(program.constants),
+            promises,
+            shapes,
+            transport,
+            wire,
+            program.messages.links,
         )
         self.memory = memory = StepMemory(program, shapes, works)
         memory.cells.update(program.rows.places() if program.rows is not None else {})

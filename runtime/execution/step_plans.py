@@ -142,7 +142,14 @@ def resize(plan: StepPlan, bindings: Bindings, ranges: dict[frozenset[str], Size
         shapes[name] = known[shape]
     promises |= {tag: at_sizes(program.messages.promises[tag], symbols, bindings) for tag in reach.tags}
     works = plan_collectives(
-        reach.moved, program.values, shapes_of(program.constants), promises, shapes, plan.transport, plan.messages.wire
+        reach.moved,
+        program.values,
+        shapes_of(program.constants),
+        promises,
+        shapes,
+        plan.transport,
+        plan.messages.wire,
+        program.messages.links,
     )
     names = [name for name in shapes if shapes[name] != memory.shapes.get(name)]
     aliases = program.arenas.aliases

@@ -10,7 +10,7 @@ from math import prod
 from ..artifact.format import Shape
 from ..errors import ArtifactError
 from .rank_file import RankFile
-from .steps import Copy, Segment, Step
+from .steps import Copy, Segment, StartCollective, Step
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,16 @@ class FlatBuffer:
 
 
 def coalesced_buffers(file: RankFile, shapes: Mapping[str, Shape]) -> list[FlatBuffer]:
-    """Returns a buffer for each AllReduce of several values, and for the results of each ReduceScatter of several values.
+    """Returns a buffer for each AllReduce of several values, and for the results of each ReduceScatter of several values on the host.
 
     ArtifactError where the shape of a value is not fixed.
     """
     buffers = []
-    for call in file.calls:
-        if not call.parts or call.kind.joins:
+    for step in file.steps:
+        if not isinstance(step, StartCollective):
+            continue
+        call = step.call
+        if not call.parts or call.kind.joins or (step.target and not call.in_one_buffer):
             continue
         fixed = {name: fixed_shape(shapes.get(name)) for name in call.outputs}
         if unknown := [name for name, shape in fixed.items() if shape is None]:

@@ -152,7 +152,8 @@ class Copy:
 class Message:
     """One end of a transfer in the file: the value, the rank at the other end, the tag, and the op's source name.
 
-    `group`: the name of the pairs of ranks, if many messages share one tag.
+    `group`: the name of the pairs of ranks, if many messages share one tag. `target`: the target whose memory it goes from or to, if that
+    is not the host (`device_messages.py`).
     """
 
     value: str
@@ -160,6 +161,7 @@ class Message:
     tag: int
     path: str
     group: str = ""
+    target: str = ""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -200,12 +202,13 @@ class WaitRecv(Message):
 class Collective:
     """One end of a collective: the call, and the ranks that take part; no ranks if a file is read without its manifest.
 
-    `task`: the task that contains it, in the schedule's notation.
+    `task`: the task that contains it, in the schedule's notation. `target`: the target of its values, if that is not the host.
     """
 
     call: CollectiveCall
     ranks: tuple[int, ...]
     task: str = ""
+    target: str = ""
 
     @property
     def reads(self) -> tuple[str, ...]:

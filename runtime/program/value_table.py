@@ -239,9 +239,9 @@ _SIZES = ("Shape", "Size")
 def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None = None) -> dict[str, str]:
     """Maps each value that is not on the host to its target; ArtifactError where a step reads a value of another target.
 
-    A value is on the target of the node that makes it, the result of a Copy on the Copy's. On the host are graph inputs and outputs, all
-    values that are communicated, and the sizes that Shape and Size compute. A tensor of the state is on the target of the node that makes
-    its next value, or else of its readers.
+    A value is on the target of the node that makes it, the result of a Copy on the Copy's. On the host are graph inputs and outputs, the
+    values that are communicated without a target, and the sizes that Shape and Size compute. A tensor of the state is on the target of
+    the node that makes its next value, or else of its readers.
 
     `state`: the targets of tensors that another program of the same rank has laid out.
     """
@@ -254,7 +254,7 @@ def locations(file: RankFile, devices: Devices, state: Mapping[str, str] | None 
             names = dict(step.output_pairs)
             sizes = {names[name] for name in sizes if name in names}
             targets |= {name: devices.target(step.target) for name in step.outputs if name not in sizes}
-        elif isinstance(step, Update) and step.target:
+        elif isinstance(step, Update | PostRecv | StartCollective) and step.target:
             targets |= dict.fromkeys(step.makes, devices.target(step.target))
     homes = _homes(file, devices) if state is None else state
     for record in file.state:
@@ -294,7 +294,9 @@ def _reader(step: Step, devices: Devices) -> tuple[str, tuple[str, ...]]:
     """Returns the target on which a step reads values, and the values; none for a Copy, which reads on any target."""
     if isinstance(step, Segment | Update):
         return devices.target(step.target), step.reads
-    if isinstance(step, Send | PostRecv | StartCollective | LookUp):
+    if isinstance(step, Send | PostRecv | StartCollective):
+        return devices.target(step.target or CPU), (*step.reads, *step.makes)
+    if isinstance(step, LookUp):
         return CPU, (*step.reads, *step.makes)
     return CPU, ()
 

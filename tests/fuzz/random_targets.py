@@ -6,21 +6,25 @@
 A case is one of `random_pipelines.py` (stages, tensor parallel, data parallel, ZeRO, schedules, recompute), often without microbatches,
 or one of `random_tables.py` (tables of rows, cut, placed, by parts). Its nodes, blocks or all are on cpu or cuda by random patterns, and
 its optimizer often has a target. Some parameters may be updated late, and half of the cases evaluate the batches behind their steps. All
-targets run on the CPU, with their copies. Losses, evaluations and tensors are compared with those of one rank, those of tables with the
-same ranks' without targets, and `partc check` must accept the artifact. Memory that no value has is filled with what is no number.
+targets run on the CPU, with their copies; in half of the cases messages go from target to target without copies. Losses, evaluations and
+tensors are compared with those of one rank, those of tables with the same ranks' without targets, and `partc check` must accept the
+artifact. Memory that no value has is filled with what is no number.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pool
 import random_tables
+from partc.runtime.execution.linked_file import VARIABLE
 from random_pipelines import SECONDS, Case, checked, drawn, reason, refused_or_wrong, same, worked
 from staged_networks import Network
 from training_equivalence import run
@@ -123,7 +127,9 @@ def work(chance: random.Random, folder: Path) -> str:
     """Runs a case in both ways; gives why it is refused, or ''."""
     if chance.random() < 0.2:
         return table_work(chance, folder)
-    return worked(with_targets(chance), folder)
+    case = with_targets(chance)
+    with mock.patch.dict(os.environ, {VARIABLE: chance.choice("01")}):
+        return worked(case, folder)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,10 @@ class StepMemory:
         self.capacity = {life.name: life.bytes for life in self.lives}
         """Maps each place to its bytes, in which values of smaller sizes fit."""
         planned = arenas(self.lives, targets, own.memories)
-        self.waits = planned[CPU].waits
+        self.waits: dict[int, list[int]] = {}
+        for one in planned.values():
+            for step, sends in one.waits.items():
+                self.waits.setdefault(step, []).extend(sends)
         self.host = own.on_host(planned[CPU].bytes)
         self.offsets = {name: at for one in planned.values() for name, at in one.offsets.items()}
         self.blocks: dict[str, Placed] = {CPU: Tensor(BYTE, (self.host.size,), self.host)}
@@ -75,6 +78,12 @@ class StepMemory:
         """Returns a value that is a tensor on the host."""
         value = self.cells[name]
         assert isinstance(value, Tensor), name
+        return value
+
+    def remote(self, name: str) -> Remote:
+        """Returns a value that is on a target other than the host."""
+        value = self.cells[name]
+        assert isinstance(value, Remote), name
         return value
 
     def delivered(self, name: str, lent: bool) -> Value:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import numpy as np
 from partc.runtime.artifact.tensors.dtypes import BY_NAME, dense
 from partc.runtime.artifact.tensors.tensor import Tensor, Value
 
-from ...devices.device_memory import Cell, Placed, Remote, move, new_place
+from ...devices.device_memory import Cell, Placed, Remote, bytes_at, move, new_place
 from ...devices.devices import Device
 from ...program.flat_buffers import merged
 from ...program.ort import Bind, Binding
@@ -179,6 +177,7 @@ class SessionCalls:
         """Returns the function that runs and counts consecutive copies to one target; copies of adjacent values are merged."""
         count = self.program.targets.counts.copies_to(self.program.targets.of_steps[run[0]])
         steps = [step for index in run if isinstance(step := self.program.steps[index], Copy)]
+        steps = [step for step in steps if step.source != step.result]  # the others came from another device
         targets = self.values.targets
         calls: list[Callable[[], object]] = []
         fixed: dict[str | None, dict[tuple[int, int, int], tuple[Placed, Placed]]] = {}
@@ -233,6 +232,4 @@ def _bytes(first: Placed, size: int) -> Placed:
     """Returns `size` bytes from the first one of a value on, also beyond its end."""
     if isinstance(first, Remote):
         return Remote(BYTE, (size,), first.pointer, first.memory, first.owner)
-    memory = (ctypes.c_uint8 * size).from_address(first.pointer)
-    memory.owner = first.data  # type: ignore[attr-defined]
-    return Tensor(BYTE, (size,), np.ctypeslib.as_array(memory))
+    return Tensor(BYTE, (size,), bytes_at(first.pointer, size, first.data))
