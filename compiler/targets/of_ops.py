@@ -7,7 +7,8 @@
     what partc adds beside these                where most of its operands lie, of as many the first one's
 
 A value lies on the target of the op that makes it. On cpu lie inputs, scalars, what communication gives and takes, outputs, and operands
-that kernels read on the host. A tensor of the state lies where its next value is made, a constant wherever it is read (ANYWHERE).
+that kernels read on the host. A tensor of the state lies where its next value is made, or where it is updated if other ranks send that; a
+constant lies wherever it is read (ANYWHERE).
 """
 
 from __future__ import annotations
@@ -102,13 +103,12 @@ class _Placing:
         return TargetAssignment(self.row, self.scopes)
 
     def _of_state(self, one: State, states: Mapping[object, str]) -> str:
-        """The target of a tensor of the state: that of its next value."""
+        """The target of a tensor of the state: that of its next value, or if that comes from other ranks, of its update."""
         maker = self.makers.get(one.next) if one.next is not None else None
-        if maker is None:
-            return states.get(one.version.across) or self.program.update_targets.get(one.version.value) or CPU
         if isinstance(maker, Compute):
             return self._said(maker) or CPU
-        return CPU
+        there = states.get(one.version.across, "") if maker is None else ""
+        return there or self.program.update_targets.get(one.version.value) or CPU
 
     def _said(self, step: Compute) -> str:
         """The target that a pass has decided for an op, or for the node of the model that it stands for; empty where none did."""

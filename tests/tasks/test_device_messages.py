@@ -38,7 +38,7 @@ CALLS = {
     "stages": {"message"},
     "cut": {"AllReduce"},
     "data": {"AllReduce"},
-    "ZeRO": {"AllReduce", "ReduceScatter"},
+    "ZeRO": {"AllReduce", "ReduceScatter", "AllGather"},
     "microbatches": {"message"},
     "update on cpu": {"message"},
 }
