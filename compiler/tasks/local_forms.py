@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.ir.choice import NodeOnGroup
@@ -215,7 +216,7 @@ def _law(row: Sequence[Constant], group: str) -> Constant | None:
         return None
     if all(np.array_equal(one, first) for one in arrays):
         return first
-    if first.size > _MOST_ITEMS or first.dtype.kind not in "iufb":
+    if first.size > _MOST_ITEMS or (first.dtype.kind not in "iufb" and first.dtype != ml_dtypes.bfloat16):
         return None
     columns = zip(*(one.reshape(-1).tolist() for one in arrays), strict=True)
     items = [item_of(column) for column in columns]

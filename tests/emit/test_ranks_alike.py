@@ -30,6 +30,7 @@ from partc.runtime.checker.across.constants import check_constants
 from partc.runtime.checker.check import check
 from partc.runtime.errors import ArtifactError
 from small_training import PERCEPTRON, compiled, with_numbers
+from training_equivalence import from_text
 
 GRID = """ranks: RANKS
 mesh: {dp: DATA, tp: 2}
@@ -238,6 +239,19 @@ def test_laws_of_numbers_by_place(column: list[float], law: str | None) -> None:
     assert item_of(column) == law
     for place, number in enumerate(column if law else ()):
         assert parse(law or "")({"place": place}) == number
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_the_rank_that_adds_a_bias_is_a_law_by_place(kind: str, tmp_path: Path) -> None:
+    """Also in bfloat16, which is no type of numpy's own; each rank's own constant would be another one to `partc check`."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    m (float[batch, 4] x) => (float[batch, 3] y) { [down] y = Gemm (x, w, b) }"""
+    source = from_text(text, {"w": (4, 3), "b": (3,)})
+    plan = f"ranks: 2\nsharding: {{down: rowwise}}\nprecision: {{compute: {kind}}}\n"
+    compile_source(source, parse_plan(plan, "plan.yaml"), tmp_path / "build")
+    assert check(tmp_path / "build").violations == []
+    for path in (tmp_path / "build").glob("*.onnx"):
+        assert any(map(is_rank_constant, onnx.load(path).graph.node)), path
 
 
 def test_ranks_that_do_the_same_have_each_their_own_of_what_is_passed_on(tmp_path: Path) -> None:
