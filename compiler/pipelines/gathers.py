@@ -95,14 +95,20 @@ class Parameter:
 class _Readers:
     """The readers of gathered parameters in a program; `uses` maps an op's place to the parameters that it reads, directly or transposed.
 
-    `derived`: maps the result of an op that only transposes or casts parameters to the op. `bases`: maps a value to the parameters from
-    which it is made. `tracks`: the regions of each track.
+    `parameters`: maps each gathered value to its parameter, as these ranks gather it. `derived`: maps the result of an op that only
+    transposes or casts parameters to the op. `bases`: maps a value to the parameters from which it is made. `tracks`: the regions of each
+    track.
     """
 
+    parameters: Mapping[Value, Parameter]
     uses: dict[int, set[Value]] = field(default_factory=dict)
     derived: dict[Value, Compute] = field(default_factory=dict)
     bases: dict[Value, set[Value]] = field(default_factory=dict)
     tracks: dict[Track, list[Region]] = field(default_factory=dict)
+
+    def keys(self, values: Iterable[Value]) -> set[Key]:
+        """The units of these parameters."""
+        return {self.parameters[value].key for value in values}
 
 
 def gathers(
@@ -122,17 +128,17 @@ def gathers(
 class _Regions:
     """The regions of all units in the programs.
 
-    `parameters`: maps each gathered value to its parameter. `members`: maps each unit to its parameters. `replaced`: the values whose ops
-    the new gathers replace.
+    `parameters`: the gathered parameters; one that several sets of ranks gather, such as a table that two stages read, is there for each.
+    `members`: maps each unit to its parameters. `replaced`: the values whose ops the new gathers replace.
     """
 
     def __init__(self, program: Lowered, units: Sequence[Unit], labels: Labels, divided: bool) -> None:
         self.program, self.units, self.labels, self.divided = program, units, labels, divided
         self.ahead = program.plan.stored.ahead
-        self.parameters = {one.whole: one for one in self._parameters()}
-        self.replaced = {value for one in self.parameters.values() for value in (one.whole, *one.step.makes)}
+        self.parameters = [*self._parameters()]
+        self.replaced = {value for one in self.parameters for value in (one.whole, *one.step.makes)}
         self.members: dict[Key, list[Parameter]] = {}
-        for one in self.parameters.values():
+        for one in self.parameters:
             self.members.setdefault(one.key, []).append(one)
         self.readers = [self._readers(unit) for unit in units]
         self.freed: set[Key] = set()
@@ -164,7 +170,8 @@ class _Regions:
                 yield Parameter(key, step, event, shard, whole)
 
     def _readers(self, unit: Unit) -> _Readers:
-        readers, back = _Readers(bases={value: {value} for value in self.parameters}), {*unit.program.live_out}
+        own = {one.whole: one for one in self.parameters if not unit.ranks.isdisjoint(one.key.ranks)}
+        readers, back = _Readers(own, bases={value: {value} for value in own}), {*unit.program.live_out}
         fixed = {one.value for one in unit.program.weights} | {one.value for one in unit.program.state}
         for at, step in enumerate(unit.steps):
             read = {one for value in step.reads for one in readers.bases.get(value, ())}
@@ -185,9 +192,9 @@ class _Regions:
                 readers.uses[at] = read
         return readers
 
-    def keys(self, values: Iterable[Value]) -> list[Key]:
+    def keys(self, values: Iterable[Value], readers: _Readers) -> list[Key]:
         """The units of these parameters, in order."""
-        found = {self.parameters[value].key for value in values}
+        found = readers.keys(values)
         return [key for key in self.members if key in found]
 
     def is_gather(self, step: Op) -> bool:
@@ -265,7 +272,7 @@ class _Regions:
         tracks: dict[Track, list[Region]] = {}
         recent: dict[Track, set[Key]] = {}
         for at, read in readers.uses.items():
-            keys = self.keys(read)
+            keys = self.keys(read, readers)
             for track in dict.fromkeys(self.track(key, labels[at]) for key in keys):
                 here = [key for key in keys if self.track(key, labels[at]) == track]
                 runs, before = tracks.setdefault(track, []), recent.get(track, set())
@@ -278,7 +285,7 @@ class _Regions:
                         last = len(runs)
                         runs.append(Region(key, at, at))
                     runs[last].last = at
-                    runs[last].read |= {value for value in read if self.parameters[value].key == key}
+                    runs[last].read |= {value for value in read if readers.parameters[value].key == key}
                 recent[track] = {*here}
         return tracks
 
@@ -307,7 +314,7 @@ class _Regions:
     def is_lazy(self, step: Compute, readers: _Readers) -> bool:
         """Whether an op only transposes or casts parameters and is repeated in each region; with microbatches, only for freed units."""
         read = readers.bases.get(step.makes[0], set()) if step.makes and step.makes[0] in readers.derived else set()
-        return bool(read) and (not self.divided or not self.freed.isdisjoint(self.keys(read)))
+        return bool(read) and (not self.divided or not self.freed.isdisjoint(readers.keys(read)))
 
 
 class _Gathers:
@@ -378,7 +385,7 @@ class _Gathers:
                 steps.append(step)
                 labels.append(label)
 
-        low = [one for one in self.regions.parameters.values() if one.low is not None and {*one.key.ranks} & unit.ranks]
+        low = [one for one in readers.parameters.values() if one.low is not None]
         put((self._cast(one) for one in low), ONCE)
         for track, runs in readers.tracks.items():
             first = runs if self.regions.divided and track[1] is None else runs[: self.regions.ahead]
@@ -393,7 +400,7 @@ class _Gathers:
             if not self.regions.is_gather(step) and not (
                 isinstance(step, Compute) and self.regions.is_lazy(step, readers)
             ):
-                keys = self.regions.keys(readers.uses.get(at, ()))
+                keys = self.regions.keys(readers.uses.get(at, ()), readers)
                 places = {key: place for key in keys if (place := self.regions.place(readers, key, at, label))}
                 clones, values = list[Op](), dict[Value, Value]()
                 for value in step.reads if places else ():
@@ -413,7 +420,7 @@ class _Gathers:
         done: set[Value],
     ) -> Value:
         """The value that a reader in these regions reads instead of `value`; adds the ops that make it, unless `done`, to `clones`."""
-        keys = self.regions.keys(readers.bases.get(value, ()))
+        keys = self.regions.keys(readers.bases.get(value, ()), readers)
         regions = tuple(places[key] for key in keys if key in places)
         if not regions:
             return value
@@ -500,8 +507,8 @@ class _Gathers:
 
     def _readers(self, programs: Sequence[Sequence[Op]]) -> dict[Value, set[str]]:
         """Maps each gathered parameter to the paths of the nodes that read it, or its transpose or cast."""
-        whole = {made: value for (value, _, _), made in self.values.items() if value in self.regions.parameters}
-        readers: dict[Value, set[str]] = {value: set() for value in self.regions.parameters}
+        readers: dict[Value, set[str]] = {one.whole: set() for one in self.regions.parameters}
+        whole = {made: value for (value, _, _), made in self.values.items() if value in readers}
         program = self.regions.program
         for steps in programs:
             bases = dict(whole)
@@ -532,7 +539,7 @@ class _Gathers:
         times = 1 if rules is None or not self.regions.divided else rules.microbatches
         gathered = Counter[Key]()
         for place, key in self.gathered.items():
-            gathered[key] += len(self.messages[place]) * (1 if place[0][1] is None else times)
+            gathered[key] += len(self.messages[place]) * (1 if place[0][1] in (None, ONCE) else times)
         return StoredRecord(
             ahead=self.regions.ahead,
             units=[

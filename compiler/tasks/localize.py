@@ -30,6 +30,8 @@ from partc.compiler.ir.programs import RankTensor, State
 from partc.compiler.ir.sharded import Group, ShardedValue, ranks_of
 from partc.compiler.ir.training import ProgramKind
 from partc.compiler.ir.values import ValueTable
+from partc.compiler.layout.layout import Layout
+from partc.compiler.layout.mesh import on_common_mesh
 from partc.compiler.lower.bodies import write_border
 from partc.compiler.lower.comm import CommLowering
 from partc.compiler.lower.job import Job
@@ -188,16 +190,36 @@ def _make_versions(versions: ValueVersions, comm: CommLowering, value: ir.Value,
             cause = uses.get(canonical) or next(iter(uses.values()), "as the plan says")
             comm.values.bind(canonical, reshard(comm, home, at[home], canonical, at[canonical], cause))
             done.add(canonical)
-    for version in sorted(uses, key=lambda version: -len(version.group)):
+    stored = value in comm.program.pinned.units
+    for version in sorted(uses, key=lambda one: (-len(one.group), -math.prod(one.layout.shards) if stored else 0)):
         if version in done:
             continue
         here = {*version.group}
         there = next((one for one in known if one in done and here <= {*one.group} and can_share(one, version)), None)
         if there is None:
-            source, derived = versions.definition_for(version), version in versions.derived
+            source = _gathered(versions, version, done) if stored else versions.definition_for(version)
+            derived = version in versions.derived
             comm.values.bind(version, reshard(comm, source, at[source], version, at[version], uses[version], derived))
         elif version in versions.delivered.get(value, ()):
             comm.rename(version, at[there], at[version])  # an output has the name that the user knows
         else:
             comm.values.bind(version, at[there])
         done.add(version)
+
+
+def _gathered(versions: ValueVersions, version: ShardedValue, done: set[ShardedValue]) -> ShardedValue:
+    """Returns the version of which that of a parameter stored in shards is made: the least cut one that ranks gather and that has all cuts
+    of `version`, so that the shards are gathered once; else the definition.
+    """
+    home = versions.definition_for(version)
+    of_group = [one for one in done if one.value is version.value and one.group == version.group == home.group]
+    there = [one for one in of_group if _has_cuts(one.layout, version.layout) and _has_cuts(home.layout, one.layout)]
+    return min(there, key=lambda one: math.prod(one.layout.shards), default=home)
+
+
+def _has_cuts(one: Layout, other: Layout) -> bool:
+    """Whether a layout has all cuts of another one."""
+    common = on_common_mesh(one, other)
+    if common is None:
+        return False
+    return all({*axes} >= {*others} for axes, others in zip(common[0].cuts, common[1].cuts, strict=True))

@@ -7,6 +7,7 @@ their layout, `h@[2, 1]`, unless the model has a value of that name. A partial d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -131,10 +132,21 @@ def _arrivals(
         versions.defs[value] = apart or whole
     for value in graph.initializers.values():
         uses = versions.uses.get(value, ())
-        versions.defs[value] = [*dict.fromkeys(stored_for(program, version) for version in uses)]
+        versions.defs[value] = _homes(program, uses)
         versions.derived -= {
             version for version in uses if stored_for(program, version) != version
         }  # a rule asks for it
+
+
+def _homes(program: Sharded, uses: Iterable[ShardedValue]) -> list[ShardedValue]:
+    """Returns the versions of a weight that ranks store; of a parameter stored in shards one on each list of ranks, that of most shards."""
+    homes = [*dict.fromkeys(stored_for(program, version) for version in uses)]
+    if not homes or homes[0].value not in program.pinned.units:
+        return homes
+    most: dict[Group, ShardedValue] = {}
+    for home in sorted(homes, key=lambda home: -math.prod(home.layout.shards)):
+        most.setdefault(home.group, home)
+    return [home for home in homes if most[home.group] == home]
 
 
 def stored_for(program: Sharded, version: ShardedValue) -> ShardedValue:
@@ -193,7 +205,7 @@ def deliver(
         )
         versions.uses.setdefault(value, {}).setdefault(version, f"output '{value.name}' is delivered to {where}")
     if producer is None and value.is_initializer():
-        versions.defs[value] = [*dict.fromkeys(stored_for(program, version) for version in versions.uses[value])]
+        versions.defs[value] = _homes(program, versions.uses[value])
     elif producer is None and defs[0].layout.is_replicated:
         defs += [version for version in versions.delivered[value] if version.group not in [home.group for home in defs]]
 
