@@ -102,13 +102,13 @@ class _Placing:
                     inner[own] = inner[own] or self.row.locations.get(value, ANYWHERE)
         return TargetAssignment(self.row, self.scopes)
 
-    def _of_state(self, one: State, states: Mapping[object, str]) -> str:
+    def _of_state(self, held: State, states: Mapping[object, str]) -> str:
         """The target of a tensor of the state: that of its next value, or if that comes from other ranks, of its update."""
-        maker = self.makers.get(one.next) if one.next is not None else None
+        maker = self.makers.get(held.next) if held.next is not None else None
         if isinstance(maker, Compute):
             return self._said(maker) or CPU
-        there = states.get(one.version.across, "") if maker is None else ""
-        return there or self.program.update_targets.get(one.version.value) or CPU
+        there = states.get(held.version.across, "") if maker is None else ""
+        return there or self.program.update_targets.get(held.version.value) or CPU
 
     def _said(self, step: Compute) -> str:
         """The target that a pass has decided for an op, or for the node of the model that it stands for; empty where none did."""

@@ -213,13 +213,17 @@ def _gathered(versions: ValueVersions, version: ShardedValue, done: set[ShardedV
     """
     home = versions.definition_for(version)
     of_group = [one for one in done if one.value is version.value and one.group == version.group == home.group]
-    there = [one for one in of_group if _has_cuts(one.layout, version.layout) and _has_cuts(home.layout, one.layout)]
+    there = [
+        one
+        for one in of_group
+        if _is_refinement(one.layout, version.layout) and _is_refinement(home.layout, one.layout)
+    ]
     return min(there, key=lambda one: math.prod(one.layout.shards), default=home)
 
 
-def _has_cuts(one: Layout, other: Layout) -> bool:
+def _is_refinement(layout: Layout, other: Layout) -> bool:
     """Whether a layout has all cuts of another one."""
-    common = on_common_mesh(one, other)
+    common = on_common_mesh(layout, other)
     if common is None:
         return False
     return all({*axes} >= {*others} for axes, others in zip(common[0].cuts, common[1].cuts, strict=True))

@@ -24,7 +24,7 @@ from ..artifact.format import ALL_GATHER, ALL_REDUCE
 from ..devices.device_memory import Remote
 from ..devices.devices import Device
 from .collective import BoundCollective
-from .transport import Request, Transport
+from .transport import Request
 
 Key: TypeAlias = tuple[str, tuple[int, ...]]
 """A communicator: `message` with a sender and a receiver, or `collective` with a list of ranks."""
@@ -67,39 +67,44 @@ class _Queued:
 
 
 class NcclLinks:
-    """A rank's end of the messages and collectives between GPUs; creating it, and `open`, are collective."""
+    """A rank's end of the messages and collectives between GPUs, where it has any."""
 
-    def __init__(self, transport: Transport, device: Device) -> None:
+    def __init__(self, device: Device, rank: int) -> None:
         import cupy
         from cupy.cuda import nccl
 
+        self._rank = rank
         self._cuda, self._nccl = cupy.cuda, nccl
-        self._transport, self._device = transport, cupy.cuda.Device(device.number)
+        self._device = cupy.cuda.Device(device.number)
         self._links: dict[Key, _Link] = {}
 
-    def open(self, keys: Iterable[Key]) -> None:
-        """Creates the communicators that are missing; all ranks call it. `keys`: those of this rank."""
-        rank = self._transport.rank
-        new = sorted({*keys} - self._links.keys())
+    def identifiers(self, keys: Iterable[Key]) -> str:
+        """Returns identifiers of the communicators that are missing, and of whose ranks this one is the first, for all other ranks."""
+        new = {*keys} - self._links.keys()
+        return json.dumps(
+            {json.dumps(key): self._nccl.get_unique_id() for key in sorted(new) if key[1][0] == self._rank}
+        )
+
+    def open(self, keys: Iterable[Key], texts: Iterable[str]) -> None:
+        """Creates the communicators that are missing; collective among the ranks of each. `texts`: the `identifiers` of all ranks."""
+        identifiers: dict[str, list[int]] = {}
+        for text in texts:
+            identifiers |= json.loads(text)
         self._device.use()
-        mine = {json.dumps(key): self._nccl.get_unique_id() for key in new if key[1][0] == rank}
-        names: dict[str, list[int]] = {}
-        for text in self._transport.all_gather_text(json.dumps(mine)):
-            names |= json.loads(text)
         # Two ranks create what they share in one order, that of the keys, so that neither waits for the other in vain.
-        for key in new:
-            ranks = key[1]
-            communicator = self._nccl.NcclCommunicator(len(ranks), tuple(names[json.dumps(key)]), ranks.index(rank))
+        for key in sorted({*keys} - self._links.keys()):
+            ranks, own = key[1], identifiers[json.dumps(key)]
+            communicator = self._nccl.NcclCommunicator(len(ranks), tuple(own), ranks.index(self._rank))
             self._links[key] = _Link(communicator, self._cuda.Stream(non_blocking=True))
 
     def isend(self, value: Remote, peer: int) -> Request:
         """Begins to send a value, after those that were sent to that peer before."""
-        link = self._links[MESSAGE, (self._transport.rank, peer)]
+        link = self._links[MESSAGE, (self._rank, peer)]
         return self._queued(link, [self._message(link, link.communicator.send, value, 1)])
 
     def irecv(self, value: Remote, peer: int) -> Request:
         """Begins to receive into a value, after what that peer sent before."""
-        link = self._links[MESSAGE, (peer, self._transport.rank)]
+        link = self._links[MESSAGE, (peer, self._rank)]
         return self._queued(link, [self._message(link, link.communicator.recv, value, 0)])
 
     def _message(self, link: _Link, call: Callable[..., object], value: Remote, peer: int) -> Callable[[], object]:

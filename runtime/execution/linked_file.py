@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..artifact.manifest import Artifact
+from ..communication.in_process import LocalTransport
 from ..communication.nccl import COLLECTIVE, MESSAGE, Key, NcclLinks, gpu
 from ..communication.transport import Transport
 from ..devices.devices import Device, Devices
@@ -55,6 +56,8 @@ def linked_file(
         if artifact is not None:
             artifact.refuse_without_weights()
             file = read_rank_file(artifact, transport.rank)
+            # NCCL's requests are not those that threads wait for
+            host |= isinstance(transport, LocalTransport) and not devices.cuda.is_host
             ends = ends if host or transport.size == 1 else _ends(file, devices)
     except Exception as error:
         failure = error
@@ -70,8 +73,11 @@ def linked_file(
         bound = bound_symbols(file.manifest)
         file = on_devices(file, devices, known_shapes(file, bound, promised_shapes(file, bound)), tags)
     if any(row.name not in ("", _ON_CPU) for row in rows):
-        links = links or NcclLinks(transport, devices.cuda)
-        links.open(_keys(file, transport.rank) if file is not None else [])
+        keys = _keys(file, transport.rank) if file is not None else []
+        links = links or (NcclLinks(devices.cuda, transport.rank) if keys else None)
+        exchanged = transport.all_gather_text(links.identifiers(keys) if links is not None else "{}")
+        if links is not None:
+            links.open(keys, exchanged)
     if failure is not None:
         raise failure
     return LinkedFile(file, links) if file is not None else None
@@ -120,4 +126,5 @@ def _keys(file: RankFile, rank: int) -> list[Key]:
 
 @functools.cache
 def _report(lacks: str) -> None:
-    print(f"partc: values of GPUs go from rank to rank through the host: {lacks}", file=sys.stderr, flush=True)
+    text = f"values of GPUs go from rank to rank through the host: {lacks}"
+    print(f'partc: {text}\n  help: pip install "partc[nccl]"', file=sys.stderr, flush=True)

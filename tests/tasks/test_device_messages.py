@@ -103,7 +103,8 @@ def test_a_machine_without_a_gpu_says_what_it_lacks(
     for _ in range(2):
         linked_file._report(lacks)
     said = capfd.readouterr().err
-    assert said == f"partc: values of GPUs go from rank to rank through the host: {lacks}\n"
+    fact = f"partc: values of GPUs go from rank to rank through the host: {lacks}\n"
+    assert said == f'{fact}  help: pip install "partc[nccl]"\n'
 
 
 TRAINING = """
