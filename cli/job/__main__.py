@@ -15,10 +15,16 @@ def main() -> None:
     # The launching process handles Ctrl-C; a SIGINT to one rank alone is to end that rank.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with StopSignals(traces=True) as early:
-        from partc.cli.job.job import Job
-        from partc.cli.job.rank import run_rank
+        try:
+            from partc.cli.job.job import Job
+            from partc.cli.job.rank import run_rank
 
-        code = run_rank(Job.loads(sys.argv[1]), early)
+            code = run_rank(Job.loads(sys.argv[1]), early)
+        except Exception as error:  # where memory is short, Python fails to load modules with errors of many kinds
+            from partc.cli.output.failures import described
+
+            code, text = described(error)
+            print(text, file=sys.stderr, flush=True)
     gc.freeze()  # else the interpreter looks through all objects for reference cycles as it ends
     sys.exit(code)
 

@@ -515,7 +515,7 @@ def _verdict(
     manner, advice = run_dir.ended.get(rank, (manner, advice))
     failed(f"rank {rank} {manner} {_position(run_dir, rank, where, local)}{advice}")
     system = any(
-        line.startswith("MemoryError") or speaks_of_memory(line) or "An error occurred in MPI_Init" in line
+        line.startswith(("MemoryError", NO_MEMORY)) or speaks_of_memory(line) or "An error occurred in MPI_Init" in line
         for line in heard.words()
     )
     return Outcome(1, is_lost=ended.signal is not None or system)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from artifact_edit import chain, chain_reference
+from partc.cli.job.__main__ import main as rank_main
 from partc.cli.job.job import BOARD
 from partc.cli.launch import launcher
 from partc.cli.launch.launcher import Hosts, Kind, Launcher, command_line, find_launcher
@@ -502,3 +503,35 @@ def test_a_launch_that_waits_for_something_else_ends_by_a_signal(name: str) -> N
         finally:
             process.kill()
     assert (process.returncode, said) == (128 + getattr(signal, name), f"stopped by {name}\n")
+
+
+def test_a_rank_that_cannot_load_for_want_of_memory_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where memory is short, Python fails to load a module with whatever error it meets."""
+
+    def fails(*given: object) -> int:
+        raise ValueError("field 'target' is required for AnnAssign")
+
+    monkeypatch.setattr("partc.cli.job.rank.run_rank", fails)
+    monkeypatch.setattr("partc.cli.job.job.Job.loads", lambda text: None)
+    monkeypatch.setattr("partc.cli.output.failures._is_near_limit", lambda: True)
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    monkeypatch.setattr("sys.argv", ["partc.cli.job", "{}"])
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as caught:
+        rank_main()
+    signal.signal(signal.SIGINT, before)
+    assert caught.value.code == 1
+    assert capfd.readouterr().err.startswith("no memory is left: ValueError: field 'target' is required for AnnAssign")
+
+
+def test_a_rank_that_says_that_no_memory_is_left_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    with RunDir(2) as run_dir:
+        ended = "Process name: [prterun-a-1@1,1]\\n Exit code: 1"
+        words = "\\n".join(["no memory is left: ValueError: of a library", "-" * 74, ended, "-" * 74, ""])
+        command = ["sh", "-c", f"printf '%b' {shlex.quote(words)} >&2; exit 1"]
+        outcome = supervise(
+            command, os.environ, run_dir, lambda rank, action: "", lambda: None, lambda: None, Signals()
+        )
+    assert outcome == Outcome(1, is_lost=True), capfd.readouterr().err
