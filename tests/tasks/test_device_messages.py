@@ -13,6 +13,7 @@ from mpi_ranks_case import MPIEXEC, job
 from partc.compiler.pipeline import compile_source
 from partc.compiler.plan.read import parse_plan
 from partc.runtime import load_local
+from partc.runtime.checker.check import check_artifact
 from partc.runtime.communication.nccl import gpu
 from partc.runtime.devices.devices import Device, Devices
 from partc.runtime.execution import linked_file
@@ -31,6 +32,8 @@ PLANS = {
     "cut": "ranks: 2\nmesh: {tp: 2}\nsharding: {up: colwise, down: rowwise}\ntarget: cuda\n" + train(MEAN, 1, ADAM),
     "data": DATA + train(MEAN, 1, ADAM),
     "ZeRO": DATA + train(MEAN, 1, ADAM.replace("{", "{shard: true, ", 1)),
+    "ZeRO, a message each": DATA
+    + train(MEAN, 1, ADAM.replace("{", "{shard: true, ", 1)).replace("train:\n", "train:\n  bucket_mb: 0.00001\n"),
     "microbatches": STAGES + PARTS + train(MEAN, 1, ADAM) + "pipeline: {microbatches: 4}\n",
     "update on cpu": STAGES + train(MEAN, 1, ON_CPU),
 }
@@ -39,6 +42,7 @@ CALLS = {
     "cut": {"AllReduce"},
     "data": {"AllReduce"},
     "ZeRO": {"AllReduce", "ReduceScatter", "AllGather"},
+    "ZeRO, a message each": {"AllReduce", "ReduceScatter", "AllGather"},
     "microbatches": {"message"},
     "update on cpu": {"message"},
 }
@@ -61,6 +65,7 @@ def learned(ranks: LocalProgram) -> tuple[list[dict[str, Any]], dict[str, np.nda
 @pytest.mark.parametrize("name", PLANS)
 def test_values_stay_on_their_devices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, ends = artifact(name, tmp_path), dict[str, Any]()
+    assert check_artifact(folder) == []
     for way in ("0", "1"):
         monkeypatch.setenv(linked_file.VARIABLE, way)
         with load_local(folder, devices={"cuda": "cpu"}) as ranks:

@@ -50,7 +50,7 @@ def forget_copies(model: ModelProto, lasting: Collection[str]) -> None:
     """Removes the Copies from a program of plain nodes: each value gets one name, the shortest of its names on all targets.
 
     So a value has the same name in the files of all ranks, whatever targets they have. `lasting` are the names of values that replace kept
-    tensors: they stay, and an Identity makes such a value's other name.
+    tensors: they stay, and an Identity makes such a value's other name. So do the names of results of communication, which the manifest has.
     """
     graph = model.graph
     alike: dict[str, list[str]] = {}
@@ -60,8 +60,9 @@ def forget_copies(model: ModelProto, lasting: Collection[str]) -> None:
     if not alike:
         return
     names: dict[str, str] = {}
+    listed = {name for node in graph.node if node.domain == DOMAIN and not is_copy(node) for name in node.output}
     for source, some in alike.items():
-        short = min(some, key=lambda name: (name not in lasting, len(name)))
+        short = source if source in listed else min(some, key=lambda name: (name not in lasting, len(name)))
         if source not in lasting:
             names |= {name: short for name in some if name != short and name not in lasting}
     kept = [
