@@ -50,7 +50,7 @@ def forget_copies(model: ModelProto, lasting: Collection[str]) -> None:
     """Removes the Copies from a program of plain nodes: each value gets one name, the shortest of its names on all targets.
 
     So a value has the same name in the files of all ranks, whatever targets they have. `lasting` are the names of values that replace kept
-    tensors: they stay, and an Identity makes such a value's other name. So do the names of results of communication, which the manifest has.
+    tensors: they stay, and an Identity makes such a value's other name. So do those of results of communication, which the manifest has.
     """
     graph = model.graph
     alike: dict[str, list[str]] = {}
