@@ -212,7 +212,7 @@ def _gathered(versions: ValueVersions, version: ShardedValue, done: set[ShardedV
     of `version`, so that the shards are gathered once; else the definition.
     """
     home = versions.definition_for(version)
-    of_group = [one for one in done if one.value is version.value and one.group == version.group == home.group]
+    of_group = [one for one in versions.uses[version.value] if one in done and one.group == version.group == home.group]
     there = [
         one
         for one in of_group

@@ -20,15 +20,13 @@ from ..communication.in_process import LocalTransport
 from ..communication.nccl import COLLECTIVE, MESSAGE, Key, NcclLinks, gpu
 from ..communication.transport import Transport
 from ..devices.devices import Device, Devices
-from ..program.device_messages import DeviceEnds, agreed, device_ends, on_devices
+from ..program.device_messages import ON_CPU, DeviceEnds, agreed, device_ends, on_devices
 from ..program.rank_file import RankFile, read_rank_file
 from ..program.steps import PostRecv, Send, StartCollective
 from ..program.value_table import known_shapes, promised_shapes
 from .symbol_bindings import bound_symbols
 
 VARIABLE = "PARTC_DEVICE_MESSAGES"
-_ON_CPU = "cpu"
-"""The name of a device that runs on the CPU, of which any number of ranks may have one."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def linked_file(
     if file is not None and tags:
         bound = bound_symbols(file.manifest)
         file = on_devices(file, devices, known_shapes(file, bound, promised_shapes(file, bound)), tags)
-    if any(row.name not in ("", _ON_CPU) for row in rows):
+    if any(row.name not in ("", ON_CPU) for row in rows):
         keys = _keys(file, transport.rank) if file is not None else []
         links = links or (NcclLinks(devices.cuda, transport.rank) if keys else None)
         exchanged = transport.all_gather_text(links.identifiers(keys) if links is not None else "{}")
@@ -101,13 +99,13 @@ def _named(device: Device) -> tuple[str, str]:
     asked = os.environ.get(VARIABLE, "")
     if asked == "0" or (device.is_host and asked != "1"):
         return "", ""
-    return (_ON_CPU, "") if device.is_host else gpu(device)
+    return (ON_CPU, "") if device.is_host else gpu(device)
 
 
 def _alone_on_their_gpus(rows: Sequence[DeviceEnds]) -> list[DeviceEnds]:
     """Returns the ranks' ends, none for a rank whose GPU is another rank's, too, since NCCL takes one rank for each."""
     names = [row.name for row in rows]
-    return [row if row.name == _ON_CPU or names.count(row.name) == 1 else DeviceEnds() for row in rows]
+    return [row if row.name == ON_CPU or names.count(row.name) == 1 else DeviceEnds() for row in rows]
 
 
 def _keys(file: RankFile, rank: int) -> list[Key]:

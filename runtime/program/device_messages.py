@@ -28,6 +28,8 @@ from .rank_file import RankFile
 from .steps import Collective, Copy, PostRecv, Send, StartCollective, Step, Update, WaitCollective, WaitRecv
 from .value_table import locations
 
+ON_CPU = "cpu"
+"""The name of a device that runs on the CPU, of which any number of ranks may have one."""
 _COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
 _SUMMED = ("float", "double", "int32", "int64", "uint32", "uint64")
 """Types whose sums a device computes as the host does: that sums floats of less than 32 bits in float32."""
@@ -132,7 +134,7 @@ def device_ends(file: RankFile, devices: Devices, shapes: Mapping[str, Shape], p
                 receives.setdefault(step.peer, []).append(tag)
             case _:
                 collectives.append(tag)
-    return DeviceEnds("", sends, receives, collectives)
+    return DeviceEnds(sends=sends, receives=receives, collectives=collectives)
 
 
 def _possible(file: RankFile, copies: _Ends) -> Iterator[tuple[Step, int, dict[str, str]]]:
@@ -178,9 +180,8 @@ def agreed(rank: int, rows: Sequence[DeviceEnds], file: RankFile) -> frozenset[i
 
     Messages of two ranks are only those that they begin in the same order, since those between devices have no tags.
     """
-    own, tags = rows[rank], set[int]()
-    nothing = DeviceEnds()
-    rows = [row if row.name and (row.name == "cpu") == (own.name == "cpu") else nothing for row in rows]
+    of_cpu, tags = rows[rank].name == ON_CPU, set[int]()
+    rows = [row if row.name and (row.name == ON_CPU) == of_cpu else DeviceEnds() for row in rows]
     own = rows[rank]
     pairs = [(own.sends.get(peer, ()), rows[peer].receives.get(rank, ())) for peer in own.sends]
     pairs += [(rows[peer].sends.get(rank, ()), own.receives.get(peer, ())) for peer in own.receives]

@@ -71,7 +71,6 @@ def test_values_stay_on_their_devices(name: str, tmp_path: Path, monkeypatch: py
         with load_local(folder, devices={"cuda": "cpu"}) as ranks:
             ends[way] = learned(ranks)
             steps = [step for one in ranks.ranks for step in one._program.steps]
-    assert len(steps) > 0
     kinds = [step for step in steps if isinstance(step, Send | PostRecv | StartCollective)]
     assert any(step.target == "cuda" for step in kinds)
     assert any(isinstance(step, Copy) and step.source == step.result for step in steps)
