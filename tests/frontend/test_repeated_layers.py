@@ -1,4 +1,4 @@
-"""A folder of many equal layers is exported by three of them; layers that differ are exported whole."""
+"""A folder of many equal layers is exported by three of them, or by three periods; layers that differ are exported whole."""
 
 from __future__ import annotations
 
@@ -50,9 +50,29 @@ def llama(**settings: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA | settings))
 
 
-def test_the_graph_is_that_of_all_layers(tmp_path: Path, exported: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    llama().save_pretrained(tmp_path)
-    by_three = load_folder(tmp_path, keep=False).model
+def gemma3(**settings: Any) -> Any:
+    """Layers with a sliding window and without one, in turns; the last period is not full."""
+    torch.manual_seed(0)
+    types = [("full" if layer % 2 else "sliding") + "_attention" for layer in range(9)]
+    own = {"num_hidden_layers": 9, "layer_types": types, "_sliding_window_pattern": 2, "sliding_window": 8}
+    config = transformers.Gemma3TextConfig(**LLAMA | {"head_dim": 8} | own | settings)
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def gpt_oss() -> Any:
+    torch.manual_seed(0)
+    own = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "num_hidden_layers": 8}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**LLAMA | own))
+
+
+@pytest.mark.parametrize("module", [llama, gemma3])
+def test_the_graph_is_that_of_all_layers(
+    module: Any, tmp_path: Path, exported: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module().save_pretrained(tmp_path)
+    repeated = load_folder(tmp_path, keep=False).model
+    stack = stack_of(module())
+    assert stack is not None
     monkeypatch.setattr(folders, "stack_of", lambda module: None)
     whole = load_folder(tmp_path, keep=False).model
     texts = [
@@ -70,21 +90,26 @@ def test_the_graph_is_that_of_all_layers(tmp_path: Path, exported: list[bool], m
                 for node in graph
             ],
         ]
-        for graph in (by_three.graph, whole.graph)
+        for graph in (repeated.graph, whole.graph)
     ]
     assert exported == [True]
     assert texts[0] == texts[1]
     scopes = [
-        node.metadata_props["pkg.torch.onnx.name_scopes"] for node in by_three.graph if ".5.mlp" in str(node.name)
+        node.metadata_props["pkg.torch.onnx.name_scopes"]
+        for node in repeated.graph
+        if f".{stack.layers - 1}.mlp" in str(node.name)
     ]
     assert scopes
-    assert all(f"'model.layers.{LAYERS - 1}'" in one for one in scopes)
+    assert all(f"'model.layers.{stack.layers - 1}'" in one for one in scopes)
 
 
-def test_a_decoder_with_its_cache_equals_torch(tmp_path: Path, exported: list[bool]) -> None:
-    llama().save_pretrained(tmp_path)
+@pytest.mark.parametrize("module", [llama, gpt_oss])
+def test_a_decoder_with_its_cache_equals_torch(module: Any, tmp_path: Path, exported: list[bool]) -> None:
+    decoder = module()
+    decoder.save_pretrained(tmp_path)
     model = load_folder(tmp_path, cache=True, compare=True, keep=False).model
-    names = [f"present_{layer}_{side}" for layer in range(LAYERS) for side in ("key", "value")]
+    layers = decoder.config.num_hidden_layers
+    names = [f"present_{layer}_{side}" for layer in range(layers) for side in ("key", "value")]
     assert exported == [True]
     assert [value.name for value in model.graph.outputs] == ["logits", *names]
 
@@ -117,6 +142,12 @@ def test_layers_that_differ_are_no_stack() -> None:
     assert stack_of(llama(eos_token_id=[1, 2])) == Stack("model.layers", LAYERS)
     assert stack_of(llama(pruned=[2, 4])) is None
     assert stack_of(llama(global_attention_interval=4)) is None
+
+    assert stack_of(gemma3()) == Stack("model.layers", 9, 2)
+    assert stack_of(gemma3(_sliding_window_pattern=4)) is None
+    others = gemma3()
+    others.model.layers[4].mlp.act_fn = torch.nn.ReLU()
+    assert stack_of(others) is None
 
     def changed(change: Any) -> Any:
         module = llama()

@@ -6,6 +6,9 @@ layer must be those of the second with names of one layer later. Without either,
 
     model.layers.1: MatMul(layers.0.Add_1, layers.1.q_proj.weight)      model.layers.2: MatMul(layers.1.Add_1, layers.2.q_proj.weight)
     model.layers.7: MatMul(layers.6.Add_1, layers.7.q_proj.weight)      and what read layers.2.Add_1 after the stack reads layers.31.Add_1
+
+Where kinds of layers alternate with a period, such as five with a sliding window and one without, the same holds of periods: three are
+exported, with the layers that do not fill one, and the nodes of the last period are repeated.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from partc.compiler.frontend.torch.torch_model import TORCH_MODEL
 
-_EXPORTED = 3
 _LEAST = 6
 """The smallest stack of which not all layers are exported."""
 _PORT = re.compile(r"(past|present)_(\d+)_")
@@ -42,10 +45,20 @@ _PARTS = {"_buffers", "_modules", "_parameters"}
 
 @dataclass(frozen=True)
 class Stack:
-    """The equal layers of a module: the path of their `ModuleList`, and their number."""
+    """The layers of a module: the path of their `ModuleList`, their number, and how many layers later an equal one comes."""
 
     path: str
     layers: int
+    period: int = 1
+
+    @property
+    def exported(self) -> int:
+        """How many layers are exported: three periods, and what does not fill a period."""
+        return 3 * self.period + self.layers % self.period
+
+    def exported_layer(self, layer: int) -> int:
+        """Returns the exported layer whose nodes a layer has: itself, or one of the last period."""
+        return layer if layer < self.exported else layer - self.period * -(-(layer + 1 - self.exported) // self.period)
 
     def layer(self, name: str | None) -> int | None:
         """Returns the layer of a node or value that is named by its module; None outside of the layers."""
@@ -63,7 +76,10 @@ class Stack:
 
 
 def stack_of(module: Any) -> Stack | None:
-    """Returns the stack of equal layers of a model of `transformers`; None where it has none, or several, or too few layers."""
+    """Returns the stack of layers of a model of `transformers`, with the smallest period of which layers are equal.
+
+    None where it has none, or several, or too few layers.
+    """
     import torch
 
     stacks = dict[str, torch.nn.ModuleList]()
@@ -77,37 +93,50 @@ def stack_of(module: Any) -> Stack | None:
     inside = {id(one) for one in layers.modules()}
     others = [one for one in module.modules() if id(one) not in inside]
     lists = [value for one in others for name, value in vars(one).items() if name not in _PARTS]
-    if any(_differs_by_layer(value, len(layers)) for value in lists) or not _is_even(
-        module.config.to_dict(), len(layers)
-    ):
-        return None
-    return Stack(path, len(layers)) if _are_equal(layers) else None
+    settings = module.config.to_dict()
+    for period in range(1, len(layers) // 2):
+        stack = Stack(path, len(layers), period)
+        if (
+            stack.exported < stack.layers
+            and all(_is_periodic_list(value, stack) for value in lists)
+            and _are_periodic(settings, stack)
+            and _are_equal(layers, period)
+        ):
+            return stack
+    return None
 
 
-def _differs_by_layer(value: object, layers: int) -> bool:
-    """Whether an attribute has an entry for each layer, and these differ."""
-    entries = [*value.values()] if isinstance(value, dict) and {*value} == {*range(layers)} else value
-    return isinstance(entries, list | tuple) and len(entries) == layers and not _is_uniform(entries)
+def _is_periodic_list(value: object, stack: Stack) -> bool:
+    """Whether an attribute has no entry for each layer, or those of equal layers are equal."""
+    entries = [*value.values()] if isinstance(value, dict) and {*value} == {*range(stack.layers)} else value
+    return not isinstance(entries, list | tuple) or len(entries) != stack.layers or _is_periodic(entries, stack.period)
 
 
-def _is_uniform(values: Sequence[object]) -> bool:
-    return all(one == values[0] for one in values)
+def _is_periodic(values: Sequence[object], period: int) -> bool:
+    return all(one == values[k % period] for k, one in enumerate(values))
 
 
-def _is_even(settings: dict[str, Any], layers: int) -> bool:
-    """Whether no setting of a configuration may tell one layer from another: no list of different entries, and no interval."""
-    return all(
-        _is_even(value, layers)
-        if isinstance(value, dict)
-        else name in _OF_NO_LAYER or _is_uniform(value)
-        if isinstance(value, list | tuple)
-        else not (isinstance(value, int) and 1 < value < layers and _INTERVAL.search(str(name)))
-        for name, value in settings.items()
-    )
+def _are_periodic(settings: dict[str, Any], stack: Stack) -> bool:
+    """Whether no setting of a configuration may tell equal layers apart: no list of different entries, and no other interval."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            is_periodic = _are_periodic(value, stack)
+        elif isinstance(value, list | tuple):
+            period = stack.period if len(value) == stack.layers else 1
+            is_periodic = name in _OF_NO_LAYER or _is_periodic(value, period) or [*value] == [*range(stack.layers)]
+        else:
+            is_interval = isinstance(value, int) and 1 < value < stack.layers and _INTERVAL.search(str(name))
+            is_periodic = not is_interval or stack.period % value == 0
+        if not is_periodic:
+            return False
+    return True
 
 
-def _are_equal(layers: Any) -> bool:
-    """Whether layers differ in nothing but the numbers of their weights, and in numbers that count the layers; none shares a weight."""
+def _are_equal(layers: Any, period: int) -> bool:
+    """Whether layers that are whole periods apart differ in nothing but the numbers of their weights, and in numbers that count the layers.
+
+    No layer shares a weight with another.
+    """
     facts, tensors = list[dict[str, Any]](), list[int]()
     for layer in layers:
         own: dict[str, Any] = {}
@@ -118,17 +147,20 @@ def _are_equal(layers: Any) -> bool:
             own[f"{path}="] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
             tensors.append(id(tensor))
         facts.append(own)
-    return (
-        len(tensors) == len(set(tensors))
-        and all(own.keys() == facts[0].keys() for own in facts)
-        and all(_are_alike([own[key] for own in facts]) for key in facts[0])
+    return len(tensors) == len(set(tensors)) and all(
+        all(own.keys() == alike[0].keys() for own in alike)
+        and all(_are_alike([own[key] for own in alike], period) for key in alike[0])
+        for alike in (facts[k::period] for k in range(period))
     )
 
 
-def _are_alike(values: Sequence[Any]) -> bool:
-    """Whether a setting is the same in all layers, or counts them."""
+def _are_alike(values: Sequence[Any], period: int) -> bool:
+    """Whether a setting is the same in all layers that are whole periods apart, or counts the layers."""
+    if all(isinstance(one, partial) for one in values):
+        values = [(one.func, one.args, one.keywords) for one in values]
     first = values[0]
-    if isinstance(first, int) and not isinstance(first, bool) and [*values] == [*range(first, first + len(values))]:
+    counts = isinstance(first, int) and not isinstance(first, bool)
+    if counts and [*values] == [*range(first, first + period * len(values), period)]:
         return True
     plain = isinstance(first, int | float | str | list | tuple | dict | set)
     return all(one is first or (plain and type(one) is type(first) and one == first) for one in values)
@@ -143,7 +175,7 @@ def shortened(module: Any, stack: Stack) -> Iterator[None]:
     path, _, name = stack.path.rpartition(".")
     owner = module.get_submodule(path)
     whole = owner._modules[name]
-    owner._modules[name] = torch.nn.ModuleList(list(whole)[:_EXPORTED])
+    owner._modules[name] = torch.nn.ModuleList(list(whole)[: stack.exported])
     try:
         yield
     finally:
@@ -157,15 +189,16 @@ def repeat(model: ir.Model, stack: Stack, inputs: Sequence[str], outputs: Sequen
     `inputs`, `outputs`: the names of the whole model's inputs and outputs, in order; `outputs` is empty where no layer has one.
     """
     graph, torch_model = model.graph, model.meta[TORCH_MODEL]
-    layers: list[list[ir.Node]] = [[] for _ in range(_EXPORTED)]
-    for node in graph:
-        at = stack.layer(node.name)
-        if at is not None:
-            layers[at].append(node)
-    shared = None if model.functions or not all(layers) else _shared(layers, stack)
+    at = [(node, stack.layer(node.name)) for node in graph]
+    before, last, more = stack.exported - stack.period, list[ir.Node](), stack.layers - stack.exported
+    earlier, previous = list[ir.Node](), list[ir.Node]()
+    for node, layer in at:
+        if layer is not None:
+            (last if layer >= before else previous if layer >= before - stack.period else earlier).append(node)
+    is_whole = {layer for _, layer in at if layer is not None} == {*range(stack.exported)}
+    shared = _shared(earlier, previous, last, stack) if is_whole and not model.functions else None
     if shared is None:
         return False
-    last, more = layers[-1], stack.layers - _EXPORTED
     inside = {id(value) for node in last for value in node.outputs}
     after = [
         (use.node, use.idx, value)
@@ -192,7 +225,7 @@ def repeat(model: ir.Model, stack: Stack, inputs: Sequence[str], outputs: Sequen
         return values[name]
 
     place = last[-1]
-    for by in range(1, more + 1):
+    for by in range(stack.period, more + 1, stack.period):
         nodes = list[ir.Node]()
         for node in last:
             results = [_copy(value, stack.later(_name(value), by)) for value in node.outputs]
@@ -203,37 +236,49 @@ def repeat(model: ir.Model, stack: Stack, inputs: Sequence[str], outputs: Sequen
     for node, k, value in after:
         node.replace_input_with(k, values[stack.later(_name(value), more)])
     _order(graph, stack, values, inputs, outputs)
+
+    def exported_port(port: re.Match[str]) -> str:
+        return f"{port[1]}_{stack.exported_layer(int(port[2]))}_"
+
     specs = {one.name: one for one in torch_model.inputs}
     model.meta[TORCH_MODEL] = replace(
         torch_model,
-        inputs=[replace(specs[_PORT.sub(r"\1_0_", name)], name=name) for name in inputs],
+        inputs=[replace(specs[_PORT.sub(exported_port, name)], name=name) for name in inputs],
         outputs={name: k for k, name in enumerate(outputs)} or torch_model.outputs,
         arguments=[*inputs] if torch_model.arguments else [],
     )
     return True
 
 
-def _shared(layers: Sequence[Sequence[ir.Node]], stack: Stack) -> set[int] | None:
-    """Returns the ids of the values that the second and the third layer both read; None if these layers differ in more than names."""
-    *earlier, third = layers
-    second = earlier[-1]
-    outside = (use.node for nodes in earlier for node in nodes for value in node.outputs for use in value.uses())
-    if len(second) != len(third) or any(stack.layer(node.name) is None for node in outside):
+def _shared(
+    earlier: Sequence[ir.Node], previous: Sequence[ir.Node], last: Sequence[ir.Node], stack: Stack
+) -> set[int] | None:
+    """Returns the ids of the values that the last and the previous period both read; None if these differ in more than names.
+
+    `earlier`: the nodes of the layers before.
+    """
+    outside = (use.node for node in (*earlier, *previous) for value in node.outputs for use in value.uses())
+    if len(previous) != len(last) or any(stack.layer(node.name) is None for node in outside):
         return None
     shared, moved = set[int](), set[int]()
-    for node, other in zip(second, third, strict=True):
-        if not _are_one_op(node, other) or stack.later(_name(node), 1) != other.name:
+    for node, other in zip(previous, last, strict=True):
+        if not _are_one_op(node, other) or stack.later(_name(node), stack.period) != other.name:
             return None
         for value, later in zip(node.outputs, other.outputs, strict=True):
             is_port = later.is_graph_output()
             if value.is_graph_output() != is_port or (is_port and _PORT.match(_name(later)) is None):
                 return None
-            if _facts(value) != _facts(later) or stack.later(_name(value), 1) != later.name:
+            if _facts(value) != _facts(later) or stack.later(_name(value), stack.period) != later.name:
                 return None
         for read, same in zip(node.inputs, other.inputs, strict=True):
             if read is same:
                 shared.add(id(read))
-            elif read is None or same is None or stack.later(_name(read), 1) != same.name or not _are_like(read, same):
+            elif (
+                read is None
+                or same is None
+                or stack.later(_name(read), stack.period) != same.name
+                or not _are_like(read, same)
+            ):
                 return None
             else:
                 moved.add(id(same))
@@ -281,8 +326,9 @@ def _like(
     node: ir.Node, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value], stack: Stack, by: int
 ) -> ir.Node:
     """Returns a node with the op, attributes and metadata of `node`, `by` layers later."""
-    own = re.compile(rf"\b{re.escape(stack.path)}\.{_EXPORTED - 1}(?!\d)")
-    path = f"{stack.path}.{_EXPORTED - 1 + by}"
+    layer = stack.layer(node.name) or 0
+    own = re.compile(rf"\b{re.escape(stack.path)}\.{layer}(?!\d)")
+    path = f"{stack.path}.{layer + by}"
     later = ir.Node(
         node.domain,
         node.op_type,
@@ -307,8 +353,10 @@ def _order(
             ports.clear()
             ports.extend(values[name] for name in names)
     names = [*graph.initializers]
-    places = [k for k, name in enumerate(names) if stack.layer(name) == _EXPORTED - 1]
-    added = [stack.later(names[k], by) for by in range(1, stack.layers - _EXPORTED + 1) for k in places]
+    more = stack.layers - stack.exported
+    period = range(stack.exported - stack.period, stack.exported)
+    places = [k for k, name in enumerate(names) if stack.layer(name) in period]
+    added = [stack.later(names[k], by) for by in range(stack.period, more + 1, stack.period) for k in places]
     moved = [name for name in added if name in graph.initializers]
     for name in (*moved, *(name for name in names[max(places, default=-1) + 1 :] if name not in {*moved})):
         graph.initializers[name] = graph.initializers.pop(name)
