@@ -1,8 +1,9 @@
 """The sequences in the slots, and the inputs of each step: the same on all ranks, since they depend only on requests and tokens.
 
-A step is either a prefill, of `chunk` tokens of a prompt that is not read yet, or a decode, of one token of each running sequence. Both
-alternate while there are sequences of both kinds: prompts delay the others by one chunk a token, however many there are. Prompts are read
-one after the other, in the order of their requests; if slots are in several runs, one of each run in a step.
+A step is either a prefill, of `chunk` tokens of a prompt that is not read yet, or a decode, of one token of each running sequence. While
+there are sequences of both kinds, prefills of at most `chunk` tokens in all come between two decodes: prompts delay the others by one chunk
+a token, however many there are, and short prompts that arrive together are read before the next decode. Prompts are read one after the
+other, in the order of their requests; if slots are in several runs, one of each run in a step.
 
 In a model with an encoder a sequence is encoded before its prompt is read, by a step of its own (`encode`), which like a chunk takes one
 slot of each run. It writes all of a slot's encoder caches: a row without a part in it encodes its slot's input again, which changes
@@ -55,6 +56,8 @@ from .drafts import Drafts
 from .prefixes import ADAPTER_BITS, Copy, Prefixes
 from .request import Finish, NewToken, Request, TokenScore
 
+_PREFILLS = 16
+"""The most prefills between two decodes: each reads all weights, however few tokens it has."""
 NO_SCORES: Mapping[int, TokenScore] = {}
 Pooled: TypeAlias = npt.NDArray[np.float64]
 NOTHING_POOLED: Mapping[int, Pooled] = {}
@@ -223,7 +226,8 @@ class Slots:
         self._running: list[_Sequence | None] = [None] * record.slots
         self._stop = frozenset(record.stop)
         self._of_group = [record.slots_of(group) for group in range(record.groups)]
-        self._last_was_chunk = [False] * record.groups
+        self._read = [0] * record.groups
+        """The number of tokens that prefills of each group have read since its last decode; an encode counts as a whole chunk."""
         self._decoded: dict[tuple[int, int], tuple[Array, ...]] = {}
         """Maps a group and number of slots to the tokens, count, position, lengths and adapters of decodes: arrays that stay bound."""
         self._turn = 0
@@ -285,12 +289,17 @@ class Slots:
                 (reading if one.is_read else making)[slot] = one
         if not reading and not making:
             return None
-        self._last_was_chunk[group] = bool(reading) and not (making and self._last_was_chunk[group])
-        if not self._last_was_chunk[group]:
-            return self._decode(making, group) if self.record.draft is None else self._draft(making, group)
-        if not min(reading.values(), key=lambda one: one.number).encoded:
-            return self._encode({slot: one for slot, one in reading.items() if not one.encoded}, group)
-        return self._prefill({slot: one for slot, one in reading.items() if one.encoded}, group)
+        first_read = min(reading.values(), key=lambda one: one.number, default=None)
+        encodes = first_read is not None and not first_read.encoded
+        reading = {slot: one for slot, one in reading.items() if one.encoded != encodes}
+        if reading:
+            chunk = self.record.chunk
+            width = chunk if encodes else max(self._prefill_size(reading, group)[1], -(-chunk // _PREFILLS))
+            if not making or self._read[group] + width <= chunk:
+                self._read[group] += width
+                return self._encode(reading, group) if encodes else self._prefill(reading, group)
+        self._read[group] = 0
+        return self._decode(making, group) if self.record.draft is None else self._draft(making, group)
 
     def idle_steps(self) -> Iterator[Step]:
         """Yields a step of each decode and each narrow prefill of each group in which no row has a part: it changes nothing."""
@@ -417,10 +426,7 @@ class Slots:
         record = self.record
         copies = self._copies(reading, group)
         slots, taking = self._of_each_run(reading, group)
-        most = max(count for _, count, _ in taking.values())
-        size = next((size for size in record.narrow_chunks if size >= most), 0)
-        width = (size or record.chunk) if record.padded else most
-        program = narrow(PREFILL, size) if size else PREFILL
+        program, width = self._prefill_size(reading, group)
         tokens, count = np.zeros((record.runs, width), np.int64), np.zeros(record.runs, np.int64)
         for row, (_, size, one) in taking.items():
             tokens[row, :size], count[row] = one.request.prompt[one.position : one.position + size], size
@@ -433,6 +439,13 @@ class Slots:
             adapters=adapters,
             scored_tokens=scored,
         )
+
+    def _prefill_size(self, reading: Mapping[int, _Sequence], group: int) -> tuple[str, int]:
+        """Returns the program of that prefill, the narrowest that contains its chunk, and the number of its tokens."""
+        most = max(count for _, count, _ in self._of_each_run(reading, group)[1].values())
+        size = next((size for size in self.record.narrow_chunks if size >= most), 0)
+        width = (size or self.record.chunk) if self.record.padded else most
+        return narrow(PREFILL, size) if size else PREFILL, width
 
     def _draft(self, making: Mapping[int, _Sequence], group: int) -> Step:
         """Returns a step of one sequence of each run of a group, the one that has waited longest: its last token, and drafts after it."""

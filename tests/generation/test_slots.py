@@ -133,6 +133,19 @@ def test_prompts_hold_others_up_by_one_chunk_a_token_in_the_order_of_requests() 
     ]
 
 
+@pytest.mark.parametrize(("chunk", "together"), [(4, 1), (16, 4), (64, 8)])
+def test_short_prompts_are_read_together_up_to_the_tokens_of_a_chunk(chunk: int, together: int) -> None:
+    """Of the eight prompts each has a chunk of four tokens; the programs of `chunk` 64 are 4, 16 and 64 tokens wide."""
+    own = record(8, chunk).model_copy(update={"narrow_chunks": [size for size in (4, 16) if size < chunk]})
+    running = admitted(own, [Request([token] * 3, max_tokens=9) for token in range(8)])
+    kinds = ""
+    while (step := running.next()) is not None:
+        kinds += "d" if step.slots is None else "p"
+        running.take(step, [0] * 8)
+    assert kinds.startswith(("p" * together + "d") * (8 // together))
+    assert kinds.count("p") == 8
+
+
 def test_slots_that_are_dealt_out_are_read_at_once() -> None:
     running = admitted(record(4, 8, runs=2), [Request([token] * 3, max_tokens=2) for token in range(4)])
     step = running.next()
