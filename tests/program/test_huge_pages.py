@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from partc.cli.__main__ import _asks_for_huge_pages
 from partc.runtime.execution.memory.huge_pages import HUGE
 
 SMAPS = Path("/proc/self/smaps_rollup")
@@ -36,6 +38,15 @@ found = [sum(made), in_smaps("AnonHugePages") - huge, in_smaps("Rss") - before]
 same = np.array_equal(touched, np.arange(touched.size)) and untouched[:: 8 * HUGE].tolist() == [7] * 8
 print(json.dumps([*found, bool(same)]))
 """
+BEGINS = """
+import json
+import os
+import sys
+from partc.cli.__main__ import _begin_with_huge_pages
+
+_begin_with_huge_pages()
+print(json.dumps([sys.argv[1:], os.environ.get("GLIBC_TUNABLES", "")]))
+"""
 
 
 @pytest.mark.skipif(not SMAPS.exists(), reason="not Linux")
@@ -48,3 +59,16 @@ def test_memory_that_is_there_becomes_huge_pages_and_hardly_more_of_it() -> None
         pytest.skip("this system makes no huge pages of pages that are there")
     assert huge >= 8 * HUGE
     assert grown < 2 * HUGE
+
+
+@pytest.mark.skipif(not _asks_for_huge_pages(), reason="no huge pages are asked for here")
+@pytest.mark.parametrize("tunables", [None, "glibc.malloc.check=0", "glibc.malloc.hugetlb=0"])
+@pytest.mark.parametrize("command", ["generate", "inspect"])
+def test_commands_that_make_tokens_begin_with_huge_pages(command: str, tunables: str | None) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    environment |= {} if tunables is None else {"GLIBC_TUNABLES": tunables}
+    line = [sys.executable, "-c", BEGINS, command, "a b"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=120, env=environment)
+    begins_anew = command == "generate" and tunables != "glibc.malloc.hugetlb=0"
+    own = [*([tunables] if tunables else []), *(["glibc.malloc.hugetlb=1"] if begins_anew else [])]
+    assert json.loads(done.stdout) == [[command, "a b"], ":".join(own)]

@@ -53,7 +53,7 @@ class Stack:
 
     @property
     def exported(self) -> int:
-        """How many layers are exported: three periods, and what does not fill a period."""
+        """The number of layers that are exported: three periods, and what does not fill a period."""
         return 3 * self.period + self.layers % self.period
 
     def exported_layer(self, layer: int) -> int:
