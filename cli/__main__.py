@@ -34,7 +34,8 @@ _LEAST_GLIBC = 2, 35
 def _begin_with_huge_pages() -> None:
     """Begins this process anew with huge pages, unless it has them, the system gives them to no process that asks, or glibc knows none."""
     tunables = os.environ.get(_TUNABLES, "")
-    if {*sys.argv[1:2]} & {"generate", "serve"} and _HUGE not in tunables and _asks_for_huge_pages():
+    makes_tokens = bool(sys.executable) and sys.argv[1:2] in (["generate"], ["serve"])
+    if makes_tokens and _HUGE not in tunables and _asks_for_huge_pages():
         os.environ[_TUNABLES] = f"{tunables}:{_HUGE}=1".removeprefix(":")
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
