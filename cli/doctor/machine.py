@@ -27,7 +27,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from partc.cli.launch.launcher import Hosts, Kind, Launcher, command_line, find_launcher, launch_environment
 from partc.cli.launch.run_dir import RunDir
-from partc.runtime.devices.devices import gpus
+from partc.runtime.communication.nccl import gpu
+from partc.runtime.devices.devices import Device, gpus
 from partc.runtime.errors import UsageError
 from partc.runtime.files.regular import text_of_system
 from partc.runtime.files.writers import write_new
@@ -223,6 +224,10 @@ def providers() -> Iterator[Finding]:
         yield Finding(
             "GPU", OK, f"{count(there, 'GPU')} usable" if there else "none; --device cuda=cpu stands in for one"
         )
+    if there and begins:
+        _, lacks = gpu(Device("cuda"))
+        told = f"between GPUs values go through the host: {lacks}" if lacks else "it carries values between GPUs"
+        yield Finding("NCCL", NOTE if lacks else OK, told, 'pip install "partc[nccl]"' if lacks else "")
 
 
 _TWINS = ("onnxruntime", "onnxruntime-gpu")

@@ -271,6 +271,20 @@ def test_a_gpu_that_onnxruntime_cannot_use(monkeypatch: pytest.MonkeyPatch) -> N
     only(machine.providers, NOTE, "1 GPU; ", "--device cuda=cpu")
 
 
+@pytest.mark.parametrize("lacks", ["", "No module named 'cupy'"])
+def test_what_carries_values_between_gpus(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    answer = json.dumps({"version": "1.31.1", "known": known, "used": known, "error": ""})
+    monkeypatch.setattr(machine, "gpus", lambda: 2)
+    monkeypatch.setattr(machine, "output_of", lambda *_: (True, answer))
+    monkeypatch.setattr(machine, "gpu", lambda device: ("" if lacks else f"host {device}", lacks))
+    found = {one.about: one for one in machine.providers()}
+    assert found["GPU"].text == "2 GPUs usable"
+    assert found["NCCL"].state == (NOTE if lacks else OK)
+    assert found["NCCL"].text.endswith(lacks)
+    assert found["NCCL"].remedy == ('pip install "partc[nccl]"' if lacks else "")
+
+
 def test_a_check_that_fails_is_a_finding_and_the_others_are_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
