@@ -118,7 +118,7 @@ class Generator:
 
     def slots(self, shares: bool = True) -> Slots:
         """Returns slots without sequences; `shares`: whether prompts share entries of slots, if all caches are on the host."""
-        return Slots(self.record, self.least_rows, shares and self._on_host)
+        return Slots(self.record, self.least_rows, shares, self._on_host)
 
     def begin(self, slots: Slots, step: Step) -> Callable[[], list[NewToken]]:
         """Runs this rank's part of a step; returns a function that waits for its tokens and returns them. Both are collective."""

@@ -19,7 +19,7 @@ If slots take turns in several groups, a step has those of one group, and may ru
 takes a slot of the group with the fewest sequences.
 
 A step uses the program with the fewest rows that contains all of its sequences: a decode of the slots in use, which are the first free
-ones, and the end of a prompt in a narrow chunk.
+ones. The end of a prompt is read by the narrow prefills that cost the least together: 20 tokens by those of 16 and of 4, not that of 64.
 
 In a plan with drafts (`drafts.py`) a step that is not a prefill has the last token of one sequence of each run and the drafts after it; the
 sequences take turns. Of its results those count whose drafts are the results before them:
@@ -58,6 +58,8 @@ from .request import Finish, NewToken, Request, TokenScore
 
 _PREFILLS = 16
 """The most prefills between two decodes: each reads all weights, however few tokens it has."""
+_WEIGHTS = 16
+"""The number of tokens whose products take about as long as the weights take to be read from a host's memory."""
 NO_SCORES: Mapping[int, TokenScore] = {}
 Pooled: TypeAlias = npt.NDArray[np.float64]
 NOTHING_POOLED: Mapping[int, Pooled] = {}
@@ -212,13 +214,17 @@ class Step:
 class Slots:
     """The sequences of an artifact's slots, and the waiting requests, in the order of their arrival.
 
-    `least_rows`: the least number of slots of each run in a decode. `shares`: whether prompts share entries of slots; with an encoder none
+    `least_rows`: the least number of slots of each run in a decode. `on_host`: whether all caches are there; a device takes hardly longer
+    for a wide prefill than for a narrow one. `shares`: whether prompts share entries of slots; on a device and with an encoder none
     does.
     """
 
-    def __init__(self, record: GenerationRecord, least_rows: int = 1, shares: bool = True) -> None:
+    def __init__(
+        self, record: GenerationRecord, least_rows: int = 1, shares: bool = True, on_host: bool = True
+    ) -> None:
         self.record = record
-        self._prefixes = Prefixes(record.slots, record.chunk, shares and record.encoder is None)
+        self._weights = _WEIGHTS if on_host else record.chunk
+        self._prefixes = Prefixes(record.slots, record.chunk, shares and on_host and record.encoder is None)
         self._ends = [0] * record.slots
         """The time at which each slot's last sequence ended, as a count of ends."""
         self._rows = [rows for rows in record.narrow_rows if rows >= least_rows]  # a rank may have one run alone
@@ -428,8 +434,10 @@ class Slots:
         slots, taking = self._of_each_run(reading, group)
         program, width = self._prefill_size(reading, group)
         tokens, count = np.zeros((record.runs, width), np.int64), np.zeros(record.runs, np.int64)
-        for row, (_, size, one) in taking.items():
+        for row, (slot, size, one) in taking.items():
+            size = min(size, width)
             tokens[row, :size], count[row] = one.request.prompt[one.position : one.position + size], size
+            taking[row] = slot, size, one
         position = np.array(self._positions(slots), np.int64)
         lengths, adapters = self._lengths(slots), self._adapters(slots)
         scored = np.maximum(count - 1, 0)[:, None]
@@ -441,11 +449,20 @@ class Slots:
         )
 
     def _prefill_size(self, reading: Mapping[int, _Sequence], group: int) -> tuple[str, int]:
-        """Returns the program of that prefill, the narrowest that contains its chunk, and the number of its tokens."""
+        """Returns the program of that prefill, and the number of its tokens."""
         most = max(count for _, count, _ in self._of_each_run(reading, group)[1].values())
-        size = next((size for size in self.record.narrow_chunks if size >= most), 0)
-        width = (size or self.record.chunk) if self.record.padded else most
-        return narrow(PREFILL, size) if size else PREFILL, width
+        sizes = [*self.record.narrow_chunks, self.record.chunk]
+        width = self._cheapest(most, sizes)[1] if self.record.padded else next(size for size in sizes if size >= most)
+        program = PREFILL if width == self.record.chunk else narrow(PREFILL, width)
+        return program, width if self.record.padded else most
+
+    def _cheapest(self, count: int, sizes: Sequence[int]) -> tuple[int, int]:
+        """Returns the cost of reading so many tokens by prefills of these widths, in ascending order, and the width of the first."""
+        whole = next(size for size in sizes if size >= count)
+        below = max((size for size in sizes if size < count), default=0)
+        cost = self._weights + whole
+        split = self._weights + below + self._cheapest(count - below, sizes)[0] if below else cost
+        return (split, below) if split < cost else (cost, whole)
 
     def _draft(self, making: Mapping[int, _Sequence], group: int) -> Step:
         """Returns a step of one sequence of each run of a group, the one that has waited longest: its last token, and drafts after it."""
