@@ -4,12 +4,13 @@
     parameters          kept from step to step, with statistics
     optimizer           the optimizer's tensors, and moving averages of parameters, which are on the CPU
     caches              keys and values of tokens, of a decoder
-    sessions            the memory of onnxruntime and the runtime for every session and node, by measurement
+    sessions            the memory of onnxruntime and the runtime for every session and node, by measurement, and the weights that it
+                        packs for more than one product, such as frozen ones for the forward and the backward pass
     messages            slots of messages and rooms of collectives, which ranks of one host share
     inputs_outputs      those of two steps, in a training with the batches that are read ahead
     between             the arena of the values that pass between segments, copies and messages: exactly the bytes that a rank allocates
     inside              the values inside of sessions, which reuse memory (`Pool`)
-    evaluation          `between`, `inside` and `sessions` of the program that evaluates a training
+    evaluation          `between`, `inside` and `sessions` of the program that evaluates a training, and the weights packed for it
     loading             the memory in which onnxruntime lays out the weights of convolutions, before the first step
 
 Lifetimes of values are those of `runtime/artifact/liveness.py`. The target `cuda` has the same bytes on any device. The scratch memory of
@@ -81,6 +82,8 @@ _SIDE = "\n"
 _INTO_CONV = ("BatchNormalization", "Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh")
 _NUMBER = 8
 """The bytes of a row's id."""
+_PRODUCTS = {"MatMul", "Gemm", "FusedMatMul"}
+"""The ops whose second operand onnxruntime packs where it is a constant matrix."""
 
 
 @dataclass
@@ -179,7 +182,7 @@ def rank_memory(
     host.unknown = sum(program.unknown for program in steps)
     host.inputs_outputs = main.input_output_bytes()
     host.messages = max(_messages(program.file, sizes) for program in (*steps, *others.values()))
-    host.sessions = main.session_bytes()
+    host.sessions = main.session_bytes() + main.packed_bytes(1)
     for target, target_memory in memories.items():
         target_memory.loading = main.loading(target)
 
@@ -191,7 +194,7 @@ def rank_memory(
             target_memory.evaluation = max(
                 target_memory.evaluation, between.get(target, 0) + program.inside(target, pools[target])
             )
-    host.evaluation += sum(program.session_bytes() for program in others.values())  # of both at once
+    host.evaluation += sum(one.session_bytes() + one.packed_bytes(0) for one in others.values())  # of both at once
     segments = sum(isinstance(step, Segment) for step in main.file.steps)
     return RankMemory(rank, segments, len(main.distinct), tuple(memories.values()))
 
@@ -439,6 +442,21 @@ class _Program:
             for target in readers.get(name, {CPU})
             if name not in kept
         }
+
+    def packed_bytes(self, without: int) -> int:
+        """Returns the bytes of constant matrices as onnxruntime packs them, once for each product; so many of each are left out."""
+        products: Counter[str] = Counter()
+        for segment in self.distinct:
+            if self.devices.target(segment.target) != CPU:
+                continue
+            matrices = {name: name for name in segment.initializers if name in self.file.tensors}
+            for node in segment.nodes:
+                if node.op_type == "Transpose" and node.input[0] in matrices:
+                    matrices[node.output[0]] = matrices[node.input[0]]
+                elif node.op_type in _PRODUCTS and node.input[1] in matrices:
+                    products[matrices[node.input[1]]] += 1
+        sizes = {name: of_tensor(tensor) for name, tensor in self.file.tensors.items() if len(tensor.dims) == 2}
+        return sum(sizes.get(name, 0) * max(number - without, 0) for name, number in products.items())
 
     def lifetimes(self) -> list[Lifetime]:
         """Returns the values that pass between segments, with their bytes, and the scratch memory of collectives."""

@@ -12,9 +12,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper, parser
-from partc.compiler.cost.memory import Pool, laid_out, session_places
+from partc.compiler import compile_model
+from partc.compiler.cost.memory import Pool, laid_out, memory_of_ranks, session_places
 from partc.compiler.cost.sizes import Operand
 from partc.runtime.artifact.liveness import Span
+from partc.runtime.artifact.manifest import open_artifact
 from partc.runtime.program.steps import Segment
 
 RUN = """
@@ -138,3 +140,24 @@ def test_weights_of_convolutions_are_laid_out_as_predicted(
     assert 0.6 < ratio < 1.5, (
         "what is freed meanwhile differs by process, from 0.75 to 1.3; each weight 3.8 times would be up to 1.9"
     )
+
+
+def sessions_of(nodes: str, folder: Path) -> int:
+    """The predicted bytes of the sessions of a model with a matrix of 1 MiB."""
+    model = parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 21]> g (float[8, 512] x) => (float[8, 512] y) {{ {nodes} }}'
+    )
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((512, 512), np.float32), "w"))
+    folder.mkdir()
+    onnx.save(model, folder / "model.onnx")
+    (folder / "plan.yaml").write_text("ranks: 1\n")
+    compile_model(folder / "model.onnx", folder / "plan.yaml", folder / "build")
+    (memory,) = memory_of_ranks(open_artifact(folder / "build"), {})
+    return memory.targets[0].sessions
+
+
+def test_a_matrix_is_packed_once_for_each_product(tmp_path: Path) -> None:
+    nodes = ["a = MatMul(x, w)", "b = Relu(a)", "t = Transpose<perm = [1, 0]>(w)", "c = MatMul(b, t)", "y = Relu(c)"]
+    one = sessions_of("a = MatMul(x, w) y = Relu(a)", tmp_path / "one")
+    two = sessions_of(" ".join(nodes), tmp_path / "two")
+    assert 1 << 20 <= two - one < (1 << 20) + 200_000
