@@ -34,7 +34,7 @@ PLAN = "ranks: {ranks}\ngenerate: {{slots: 3, length: 96, chunk: 8}}\n"
 SHARDING = 'sharding: {"layers.*.q": colwise, "layers.*.k": colwise, "layers.*.v": colwise, "layers.*.o": rowwise, head: colwise}\n'
 BAD = (
     b"{", b"[]", b"\xff", b'{"prompt": []}', b'{"prompt": [64]}', b'{"prompt": [1], "top_p": 2}', b'{"prompt": [1], "temperature": NaN}',
-    b'{"prompt": "\\ud800"}', b'{"prompt": [1], "n": 2}', b"x" * 1_100_000, b'{"prompt": [1], "max_tokens": 1e400}',
+    b'{"prompt": "\\ud800"}', b'{"prompt": [1], "n": 0}', b"x" * 1_100_000, b'{"prompt": [1], "max_tokens": 1e400}',
 )  # fmt: skip
 CLIENTS = 12
 _GROWTH = 24 << 20

@@ -31,7 +31,7 @@ COMPARED = {
     "random_lookups --cases 1 --seed 1": "1 cases, 0 wrong",
     "random_experts --cases 1 --seed 8": "1 cases, 0 wrong",
     "random_generation --cases 1 --seed 3": "1 cases: 1 equal, 0 refused, 0 wrong",
-    "random_requests --requests 40 --seed 1": r"40 requests: \d+ equal, \d+ left, \d+ refused",
+    "random_requests --requests 40 --seed 1": r"40 requests: \d+ equal, \d+ left, \d+ refused$",
     "random_precision 1 --seed 1": r"\{'equal': 1\}",
     "random_tables 1 --seed 1": "1 equal",
     "random_bodies 2 11 --cut": "2 models, 0 wrong",
