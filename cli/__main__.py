@@ -21,12 +21,6 @@ except KeyboardInterrupt:  # by Python's own handler, before partc installs its 
     os._exit(130)
 
 
-def _command(arguments: list[str]) -> int:
-    from partc.cli.main import invoke
-
-    return invoke(arguments)
-
-
 _TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 _LEAST_GLIBC = 2, 35
 
@@ -42,18 +36,25 @@ def _begin_with_huge_pages() -> None:
 
 def _asks_for_huge_pages() -> bool:
     """Whether the system gives huge pages to processes that ask for them, and glibc's allocator can ask."""
+    from partc.runtime.files.regular import text_of_system
+
     try:
-        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
-            is_asked = "[madvise]" in file.read()
+        is_asked = "[madvise]" in text_of_system("/sys/kernel/mm/transparent_hugepage/enabled")
         _, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
         return is_asked and tuple(map(int, version.split("."))) >= _LEAST_GLIBC
     except (OSError, ValueError):  # another system, or another C library
         return False
 
 
+def _command(arguments: list[str]) -> int:
+    _begin_with_huge_pages()
+    from partc.cli.main import invoke
+
+    return invoke(arguments)
+
+
 def main() -> None:
     """The entry point of the console script."""
-    _begin_with_huge_pages()
     run(_command)
 
 
