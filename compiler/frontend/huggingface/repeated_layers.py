@@ -189,16 +189,11 @@ def repeat(model: ir.Model, stack: Stack, inputs: Sequence[str], outputs: Sequen
     `inputs`, `outputs`: the names of the whole model's inputs and outputs, in order; `outputs` is empty where no layer has one.
     """
     graph, torch_model = model.graph, model.meta[TORCH_MODEL]
-    at = [(node, stack.layer(node.name)) for node in graph]
-    before, last, more = stack.exported - stack.period, list[ir.Node](), stack.layers - stack.exported
-    earlier, previous = list[ir.Node](), list[ir.Node]()
-    for node, layer in at:
-        if layer is not None:
-            (last if layer >= before else previous if layer >= before - stack.period else earlier).append(node)
-    is_whole = {layer for _, layer in at if layer is not None} == {*range(stack.exported)}
-    shared = _shared(earlier, previous, last, stack) if is_whole and not model.functions else None
+    is_whole = {stack.layer(node.name) for node in graph} >= {*range(stack.exported)}
+    shared = _shared(graph, stack) if is_whole and not model.functions else None
     if shared is None:
         return False
+    last, more = _nodes_of(graph, stack, _last_period(stack)), stack.layers - stack.exported
     inside = {id(value) for node in last for value in node.outputs}
     after = [
         (use.node, use.idx, value)
@@ -250,14 +245,22 @@ def repeat(model: ir.Model, stack: Stack, inputs: Sequence[str], outputs: Sequen
     return True
 
 
-def _shared(
-    earlier: Sequence[ir.Node], previous: Sequence[ir.Node], last: Sequence[ir.Node], stack: Stack
-) -> set[int] | None:
-    """Returns the ids of the values that the last and the previous period both read; None if these differ in more than names.
+def _last_period(stack: Stack) -> range:
+    """Returns the exported layers whose nodes are repeated."""
+    return range(stack.exported - stack.period, stack.exported)
 
-    `earlier`: the nodes of the layers before.
-    """
-    outside = (use.node for node in (*earlier, *previous) for value in node.outputs for use in value.uses())
+
+def _nodes_of(graph: ir.Graph, stack: Stack, layers: range) -> list[ir.Node]:
+    return [node for node in graph if stack.layer(node.name) in layers]
+
+
+def _shared(graph: ir.Graph, stack: Stack) -> set[int] | None:
+    """Returns the ids of the values that the last and the previous period both read; None if these differ in more than names."""
+    period = _last_period(stack)
+    last = _nodes_of(graph, stack, period)
+    previous = _nodes_of(graph, stack, range(period.start - stack.period, period.start))
+    before = _nodes_of(graph, stack, range(period.start))
+    outside = (use.node for node in before for value in node.outputs for use in value.uses())
     if len(previous) != len(last) or any(stack.layer(node.name) is None for node in outside):
         return None
     shared, moved = set[int](), set[int]()
@@ -354,8 +357,7 @@ def _order(
             ports.extend(values[name] for name in names)
     names = [*graph.initializers]
     more = stack.layers - stack.exported
-    period = range(stack.exported - stack.period, stack.exported)
-    places = [k for k, name in enumerate(names) if stack.layer(name) in period]
+    places = [k for k, name in enumerate(names) if stack.layer(name) in _last_period(stack)]
     added = [stack.later(names[k], by) for by in range(stack.period, more + 1, stack.period) for k in places]
     moved = [name for name in added if name in graph.initializers]
     for name in (*moved, *(name for name in names[max(places, default=-1) + 1 :] if name not in {*moved})):
