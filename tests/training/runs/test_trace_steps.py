@@ -154,7 +154,9 @@ def test_a_signal_writes_the_steps_so_far_and_training_goes_on(
     monkeypatch.setattr(StopSignals, "takes_trace", takes)
     monkeypatch.setattr(training, "write_profile", write)
     assert train(build, tmp_path, "--profile", str(file), "--steps", "8") == 0
-    assert written == [{1, 2, 3, 4, 5}, {*range(1, 9)}]
+    first, whole = written
+    assert first in ({*range(1, 5)}, {*range(1, 6)}), "ranks agree by the end of one of the next two steps"
+    assert whole == {*range(1, 9)}
 
 
 def test_the_signal_is_noted_once() -> None:
